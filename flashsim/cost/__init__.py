@@ -1,0 +1,1 @@
+"""What a run must cost, without running it: closed-form counts, tile rules, devices."""

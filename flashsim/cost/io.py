@@ -1,0 +1,166 @@
+"""The closed form of a whole call, summed over batch and heads: of sizes, or of a call made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .. import checks
+from ..algorithms import ALGORITHMS
+from ..attention import Attention, checked
+from ..checks import bad
+from ..masks import Mask, band
+from ..memory import widened
+from .counts import Cost, Head
+from .tiles import clamped, default_tiles
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+
+def io_cost(
+    algorithm: str,
+    *,
+    N: int,
+    d: int,
+    Br: int | None = None,
+    Bc: int | None = None,
+    Nk: int | None = None,
+    dv: int | None = None,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    batch: int = 1,
+    is_causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Sequence[int] | None = None,
+    dtype: str = "float32",
+    sram: float | None = None,
+    sram_bytes: float | None = None,
+    convention: str = "literal",
+) -> Cost:
+    """What `attention` would read, write, compute and hold, in closed form.
+
+    Parameters
+    ----------
+    algorithm : str
+        A name in `flashsim.ALGORITHMS`.
+    N, Nk : int
+        Queries, and keys (default: as many).
+    d, dv : int
+        Width of Q and K, and of V (default: d).
+    Br, Bc : int, optional
+        Rows of a query and of a key tile; default: what `attention` would take for the budget.
+    heads, kv_heads, batch : int
+        Query heads, key heads (a divisor), items. Each query head reads K and V for itself, so
+        kv_heads changes nothing here.
+    is_causal, causal_align, window, convention
+        As in `attention`.
+    key_lengths : sequence of int, optional
+        Real keys of each item, the rest is padding; one per item of the batch.
+    dtype : {"float16", "bfloat16", "float32", "float64"}
+        Of Q, K, V; only bytes depend on it.
+    sram, sram_bytes : number, optional
+        Budget: picks the tiles if there are none, and decides whether a row of standard attention's
+        S fits on chip (it is read once) or not (twice).
+
+    Returns
+    -------
+    Cost
+        reads, writes (elements per array), total_elements, total_bytes, flops, exps,
+        sram_elements, sram_bytes, extra_hbm_elements.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is unusable; the message names it, its value and what is accepted.
+    """
+    row = ALGORITHMS[checks.choice("algorithm", algorithm, ALGORITHMS)]
+    N, d = checks.integer("N", N, 0), checks.integer("d", d, 1)
+    Nk = N if Nk is None else checks.integer("Nk", Nk, 0)
+    dv = d if dv is None else checks.integer("dv", dv, 1)
+    heads, batch = checks.integer("heads", heads, 0), checks.integer("batch", batch, 0)
+    shared = heads if kv_heads is None else checks.integer("kv_heads", kv_heads, 0)
+    if shared != heads and (shared == 0 or heads % shared):
+        raise bad("kv_heads", kv_heads, f"a divisor of heads={heads}")
+    checks.choice("causal_align", causal_align, checks.ALIGNMENTS)
+    checks.choice("convention", convention, checks.CONVENTIONS)
+    lo, hi = band(
+        N, Nk, is_causal=checks.flag("is_causal", is_causal), causal_align=causal_align,
+        window=checks.window_sides(window),
+    )  # fmt: skip
+    stored = DTYPES[checks.choice("dtype", dtype, DTYPES)]
+    limits = checks.budgets(sram, sram_bytes)
+
+    def head(mask: Mask) -> Head:
+        return Head(mask, d, dv, stored.itemsize, widened(stored).itemsize)
+
+    Br, Bc = _tiles(Br, Bc, row, head(Mask(N, Nk)), limits)
+    total = Cost()
+    for length, items in Counter(_lengths(key_lengths, batch, Nk)).items():
+        one = head(Mask(N, Nk, lo=lo, hi=hi, keys=np.arange(Nk) < length))
+        more = row.more(one, *limits)
+        cost = row.count(one, Br=Br, Bc=Bc, elide=convention == "elided", **more)
+        total = total.plus(cost.times(items * heads))
+    return total
+
+
+def expected_cost(
+    out: Attention,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    sram: float | None = None,
+    sram_bytes: float | None = None,
+    convention: str = "literal",
+    **what: Any,
+) -> Cost:
+    """The closed form of the very call that gave `out`, any mask included.
+
+    Parameters
+    ----------
+    out : Attention
+        What `attention` returned; its algorithm and tiles are taken.
+    q, k, v, sram, sram_bytes, convention, **what
+        The other arguments of that call, without `tiles`.
+    """
+    row, (Br, Bc) = ALGORITHMS[out.algorithm], out.tiles
+    problem = checked(q, k, v, **what)
+    *batch, heads = problem.q.shape[:-2]
+    total = Cost()
+    for item in np.ndindex(*batch):
+        one = replace(problem.head, mask=problem.mask((*item, 0)))
+        more = row.more(one, *checks.budgets(sram, sram_bytes))
+        cost = row.count(one, Br=Br, Bc=Bc, elide=convention == "elided", **more)
+        total = total.plus(cost.times(heads))
+    return total
+
+
+def _lengths(key_lengths: Any, batch: int, Nk: int) -> list[int]:
+    if key_lengths is None:
+        return [Nk] * batch
+    lengths = [checks.integer(f"key_lengths[{n}]", x, 0, Nk + 1) for n, x in enumerate(key_lengths)]
+    if len(lengths) != batch:
+        raise bad("key_lengths", key_lengths, f"one length for each of the batch={batch} items")
+    return lengths
+
+
+def _tiles(
+    Br: int | None, Bc: int | None, row: Any, head: Head, limits: tuple[float, float]
+) -> tuple[int, int]:
+    if Br is not None and Bc is not None:
+        return clamped((checks.integer("Br", Br, 1), checks.integer("Bc", Bc, 1)), head.Nq, head.Nk)
+    if Br is not None or Bc is not None:
+        name, value = ("Br", Br) if Bc is None else ("Bc", Bc)
+        raise bad(name, value, "both Br and Bc, or neither")
+    return default_tiles(row, head, *limits)

@@ -1,0 +1,143 @@
+"""Which scores count. Rules are free and skip tiles; an array lives in HBM and is counted.
+
+A `Mask` covers one head. Its rules (a diagonal band for causal and window, key padding) say of a
+tile whether it is empty (not visited, not loaded), full (no mask work) or partial. An array mask is
+data: its tiles are read, and it never skips one, or counts would depend on values.
+
+A masked score is -inf and contributes exactly nothing; no finite number stands in for -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .memory import Hbm, on_chip_copy
+
+Array = np.ndarray[Any, Any]
+
+
+def band(
+    Nq: int,
+    Nk: int,
+    *,
+    is_causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int | None, int | None] | None = None,
+) -> tuple[int, int]:
+    """(lo, hi): query i may attend to keys i + lo to i + hi.
+
+    With causal_align="bottom-right" the last query is aligned with the last key, otherwise the
+    first with the first. A side without a limit gets one that no pair of indices reaches.
+    """
+    offset = Nk - Nq if causal_align == "bottom-right" else 0
+    left, right = window or (None, None)
+    lo = -(Nq + Nk) if left is None else offset - left
+    hi = Nq + Nk if right is None else offset + right
+    return lo, min(hi, offset) if is_causal else hi
+
+
+class Mask:
+    """The scores of one head, (Nq, Nk), that count.
+
+    Parameters
+    ----------
+    Nq, Nk : int
+        Queries and keys.
+    lo, hi : int, optional
+        Query i sees keys i + lo .. i + hi (see `band`).
+    keys : bool (Nk,), optional
+        True for a real key, False for padding.
+    array : bool or float (Nq or 1, Nk or 1), ndarray or Hbm, optional
+        True may attend; a float is added to the scores, -inf masks.
+    """
+
+    def __init__(
+        self,
+        Nq: int,
+        Nk: int,
+        *,
+        lo: int | None = None,
+        hi: int | None = None,
+        keys: Array | None = None,
+        array: Array | Hbm | None = None,
+    ) -> None:
+        self.Nq, self.Nk, self.array = Nq, Nk, array
+        self.lo = -(Nq + Nk) if lo is None else lo
+        self.hi = Nq + Nk if hi is None else hi
+        self.keys = None if keys is None or keys.all() else keys
+        # live_before[k]: real keys before key k, so that any span is counted in O(1)
+        self.live_before = None if self.keys is None else np.append(0, np.cumsum(self.keys))
+
+    @property
+    def banded(self) -> bool:
+        """Whether lo and hi exclude anything."""
+        return bool(self.lo > 1 - self.Nq or self.hi < self.Nk - 1)
+
+    def empty(self, i: slice, j: slice) -> bool:
+        """True if the rules mask every score of rows i and columns j."""
+        first, stop = max(j.start, i.start + self.lo), min(j.stop, i.stop + self.hi)
+        return first >= stop or self._live(first, stop) == 0
+
+    def full(self, i: slice, j: slice) -> bool:
+        """True if the rules mask no score of rows i and columns j."""
+        inside = j.start >= i.stop - 1 + self.lo and j.stop - 1 <= i.start + self.hi
+        return bool(inside and self._live(j.start, j.stop) == j.stop - j.start)
+
+    def _live(self, first: int, stop: int) -> int:
+        if self.live_before is None:
+            return stop - first
+        return int(self.live_before[stop] - self.live_before[first])
+
+    def row(self, i: slice) -> Callable[[slice], bool]:
+        """`where` of a loop over key tiles: those that the query tile i needs."""
+        return lambda j: not self.empty(i, j)
+
+    def column(self, j: slice) -> Callable[[slice], bool]:
+        """`where` of a loop over query tiles: those that need the key tile j."""
+        return lambda i: not self.empty(i, j)
+
+    def any_row(self, j: slice) -> bool:
+        """`where` of an outer loop over key tiles: whether any query needs tile j."""
+        return self.Nq > 0 and not self.empty(slice(0, self.Nq), j)
+
+    def tile(self, i: slice, j: slice) -> MaskTile:
+        """The mask of rows i and columns j; loads the array's tile, if there is an array."""
+        loaded = None
+        if self.array is not None:
+            rows = i if self.array.shape[0] == self.Nq else slice(0, 1)
+            columns = j if self.array.shape[1] == self.Nk else slice(0, 1)
+            part = self.array[rows, columns]
+            loaded = part if isinstance(self.array, Hbm) else on_chip_copy(part)
+        return MaskTile(self, i, j, loaded)
+
+
+class MaskTile:
+    """Which scores of one tile count; called on the tile's scores, it masks them in place."""
+
+    def __init__(self, mask: Mask, i: slice, j: slice, loaded: Array | None) -> None:
+        self.mask, self.i, self.j, self.loaded = mask, i, j, loaded
+
+    def keep(self) -> Array:
+        """Bool (rows, columns), or what broadcasts to it: True where the score counts."""
+        i, j, mask = self.i, self.j, self.mask
+        keep = np.ones((i.stop - i.start, j.stop - j.start), bool)
+        if mask.banded:
+            ahead = np.arange(j.start, j.stop) - np.arange(i.start, i.stop)[:, None]
+            keep &= (ahead >= mask.lo) & (ahead <= mask.hi)
+        if mask.keys is not None:
+            keep &= mask.keys[j]
+        if self.loaded is not None:
+            keep &= self.loaded if self.loaded.dtype == bool else self.loaded != -np.inf
+        return keep
+
+    def __call__(self, S: Array) -> Array:
+        """Scores S (rows, columns) plus the float mask, -inf where masked; overwrites S."""
+        if self.loaded is None and self.mask.full(self.i, self.j):
+            return S
+        if self.loaded is not None and self.loaded.dtype != bool:
+            S += self.loaded
+        np.copyto(S, -np.inf, where=~self.keep())
+        return S

@@ -1,0 +1,104 @@
+"""What the rules say of a tile is what they say of its scores, one by one."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashsim.cost.counts import visits
+from flashsim.masks import Mask, band
+from flashsim.memory import Machine, blocks
+from strategies import tilings, visible
+
+
+@st.composite
+def rules(draw):
+    """A Mask without an array, and its bool matrix by definition."""
+    Nq, Nk = draw(st.integers(1, 25)), draw(st.integers(0, 25))
+    side = st.none() | st.integers(0, 26)
+    what = {
+        "is_causal": draw(st.booleans()),
+        "causal_align": draw(st.sampled_from(["bottom-right", "top-left"])),
+        "window": draw(st.none() | st.tuples(side, side)),
+    }
+    keys = draw(st.none() | st.lists(st.booleans(), min_size=Nk, max_size=Nk))
+    keep = visible(Nq, Nk, what | ({} if keys is None else {"key_padding_mask": np.array(keys)}))
+    lo, hi = band(Nq, Nk, **what)
+    return Mask(Nq, Nk, lo=lo, hi=hi, keys=None if keys is None else np.array(keys, bool)), keep
+
+
+@given(rules(), tilings)
+def test_a_tile_is_empty_full_or_partial_as_its_scores_are(rule, tiling):
+    mask, keep = rule
+    Br, Bc = tiling
+    for i in blocks(mask.Nq, Br):
+        for j in blocks(mask.Nk, Bc):
+            scores = keep[i, j]
+            assert mask.empty(i, j) == (not scores.any())
+            assert mask.full(i, j) == scores.all()
+            assert mask.row(i)(j) == mask.column(j)(i) == scores.any()
+            assert np.array_equal(np.broadcast_to(mask.tile(i, j).keep(), scores.shape), scores)
+            S = mask.tile(i, j)(np.zeros(scores.shape))
+            assert np.array_equal(S == 0, scores)
+            assert (S[~scores] == -np.inf).all()
+
+
+@given(rules(), tilings)
+def test_an_outer_key_tile_is_visited_if_any_query_needs_it(rule, tiling):
+    mask, keep = rule
+    for j in blocks(mask.Nk, tiling[1]):
+        assert mask.any_row(j) == keep[:, j].any()
+
+
+@given(rules(), tilings)
+def test_the_sums_over_visited_tiles_are_those_of_the_grid(rule, tiling):
+    """`visits` in O(Tr + Tc) against a walk over all tiles."""
+    mask, keep = rule
+    Br, Bc = tiling
+    I, J = list(blocks(mask.Nq, Br)), list(blocks(mask.Nk, Bc))
+    hit = np.array([[keep[i, j].any() for j in J] for i in I], bool).reshape(len(I), len(J))
+    cols = np.array([j.stop - j.start for j in J], int)
+    v = visits(mask, Br, Bc)
+    assert v.rows.tolist() == [i.stop - i.start for i in I]
+    assert v.tiles.tolist() == hit.sum(axis=1).tolist()
+    assert v.keys.tolist() == (hit @ cols).tolist()
+    assert v.keys_of_any == cols @ hit.any(axis=0)
+    shapes = {(int(v.rows[a]), int(cols[b])) for a, b in zip(*np.nonzero(hit), strict=True)}
+    assert set(v.shapes) == shapes
+
+
+def test_a_partial_tile_costs_mask_work_and_a_full_one_none():
+    mask = Mask(8, 8, hi=0)
+    S = np.zeros((4, 4))
+    assert mask.full(slice(4, 8), slice(0, 4))
+    assert mask.tile(slice(4, 8), slice(0, 4))(S) is S
+    assert not mask.full(slice(4, 8), slice(4, 8))
+    assert mask.empty(slice(0, 4), slice(4, 8))
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((6, 8)), np.zeros((1, 8)), np.zeros((6, 1)), np.zeros((1, 1))]
+)
+def test_an_array_is_loaded_as_it_is_stored_and_never_skips_a_tile(array):
+    """A broadcast mask moves its own elements, not the scores it stands for."""
+    machine = Machine()
+    mask = Mask(6, 8, array=machine.hbm(mask=np.full_like(array, -np.inf))["mask"])
+    i, j = slice(2, 5), slice(4, 8)
+    assert not mask.empty(i, j)
+    tile = mask.tile(i, j)
+    assert machine.traffic.reads["mask"] == min(array.shape[0], 3) * min(array.shape[1], 4)
+    assert not np.broadcast_to(tile.keep(), (3, 4)).any()
+
+
+def test_a_float_mask_adds_and_masks_and_a_bool_mask_only_masks():
+    bias = np.array([[0.5, -np.inf], [2.0, 0.0]], np.float32)
+    S = np.ones((2, 2), np.float32)
+    whole = slice(0, 2), slice(0, 2)
+    assert Mask(2, 2, array=bias).tile(*whole)(S.copy()).tolist() == [[1.5, -np.inf], [3, 1]]
+    keep = bias > -np.inf
+    assert Mask(2, 2, array=keep).tile(*whole)(S.copy()).tolist() == [[1, -np.inf], [1, 1]]
+
+
+def test_a_score_that_is_nan_behind_the_mask_becomes_minus_infinity():
+    S = np.array([[np.nan, 1.0]])
+    assert Mask(1, 2, lo=1).tile(slice(0, 1), slice(0, 2))(S).tolist() == [[-np.inf, 1.0]]

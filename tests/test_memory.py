@@ -1,0 +1,302 @@
+"""The chip and its budget: nothing gets around it, nothing outlives its turn."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import flashsim as fs
+from flashsim.algorithms import ALGORITHMS, SHAPES
+from flashsim.dropout import Dropout
+from flashsim.masks import Mask
+from flashsim.memory import (
+    Event,
+    Hbm,
+    Machine,
+    SramOverflow,
+    blocks,
+    chip_of,
+    column,
+    row,
+    tiles,
+    turns,
+    widened,
+)
+from strategies import VARIANTS
+
+
+def matrix(rows=6, columns=2, dtype=np.float32):
+    return np.arange(rows * columns).astype(dtype).reshape(rows, columns)
+
+
+def hbm(A, **how):
+    machine = Machine(**how)
+    return machine, machine.hbm(A=A)["A"]
+
+
+def test_a_load_is_a_counted_read_only_copy():
+    machine, A = hbm(matrix())
+    tile = A[1:4]
+    assert tile.tolist() == matrix()[1:4].tolist()
+    assert not np.shares_memory(tile, A.data)
+    assert machine.traffic.reads == {"A": 6}
+    assert machine.used_elements == machine.peak_elements == 6
+    with pytest.raises(ValueError, match="read-only"):
+        tile[0] = 1
+
+
+def test_a_store_is_counted_and_must_fit_its_place():
+    machine, A = hbm(matrix())
+    A[0:2] = np.ones((2, 2), np.float32)
+    assert A.data[:2].tolist() == [[1, 1], [1, 1]]
+    assert machine.traffic.writes == {"A": 4}
+    with pytest.raises(
+        ValueError, match=r"A\[0:2\] has shape \(2, 2\), the tile to store has shape \(2,\)"
+    ):
+        A[0:2] = np.ones(2)
+
+
+USES = {
+    "A + 1": lambda A: A + 1,
+    "1 + A": lambda A: 1 + A,
+    "A @ A": lambda A: A @ A,
+    "ones @ A": lambda A: np.ones((2, 2)) @ A,
+    "-A": lambda A: -A,
+    "A < 0": lambda A: A < 0,
+    "exp(A)": lambda A: np.exp(A),
+    "sum(A)": lambda A: np.add.reduce(A),
+    "ones - A": lambda A: np.ones(2) - A,
+    "asarray(A)": np.asarray,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_arithmetic_on_an_array_in_hbm_is_refused(use):
+    machine, A = hbm(matrix())
+    with pytest.raises(TypeError, match="A lives in HBM: load a tile first"):
+        USES[use](A)
+    assert machine.traffic.total_elements == 0
+
+
+@pytest.mark.parametrize(
+    "dtype, wide", [("float16", "float32"), ("float64", "float64"), ("bool", "bool")]
+)
+def test_tiles_are_widened_and_counted_at_their_size_in_hbm(dtype, wide):
+    machine, A = hbm(matrix(dtype=dtype))
+    assert A[0:2].dtype == widened(np.dtype(dtype)) == wide
+    assert machine.used_bytes == 4 * np.dtype(dtype).itemsize
+    assert machine.traffic.read_bytes == 4 * np.dtype(dtype).itemsize
+
+
+def test_tiles_leave_when_their_turn_ends_also_by_break_and_exception():
+    machine, A = hbm(matrix())
+    for _ in tiles(4, A):
+        assert machine.used_elements in (8, 4)
+    assert machine.used_elements == 0
+    for _ in tiles(2, A):
+        machine("S", np.ones(3))
+        break
+    assert machine.resident == []
+
+    def fails():
+        for _ in tiles(2, A):
+            for _ in turns(1, A):
+                machine("S", np.ones(3))
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert machine.resident == []
+    assert machine.used_elements == machine.used_bytes == 0
+
+
+def test_an_evicted_tile_is_poisoned():
+    machine, A = hbm(matrix(), poison=True)
+    for _, Ai in tiles(2, A):
+        kept, born = Ai, machine("born", np.ones(2))
+        assert np.isfinite(kept).all()
+    assert np.isnan(kept).all()
+    assert np.isnan(born).all()
+    assert np.isfinite(A.data).all()
+
+
+def test_a_budget_is_enforced_before_the_tile_is_resident():
+    machine, A = hbm(matrix(), sram=7)
+    machine("S", np.ones((2, 2), np.float32))
+    expected = r"A does not fit on the chip: 4 \+ 4 = 8 elements \(S 2x2, A 2x2\), but SRAM holds 7"
+    with pytest.raises(SramOverflow, match=expected):
+        A[0:2]
+    assert machine.used_elements == machine.peak_elements == 4
+    assert machine.traffic.reads == {}
+    with pytest.raises(SramOverflow, match="SRAM holds 30 bytes"):
+        Machine(sram_bytes=30)("S", np.ones(8, np.float32))
+    assert issubclass(SramOverflow, MemoryError)
+    assert issubclass(SramOverflow, ValueError)
+
+
+def test_a_name_that_is_resident_is_replaced():
+    machine = Machine(sram=6)
+    machine("S", np.ones(4))
+    machine("S", np.ones(6))
+    assert machine.used_elements == 6
+    with pytest.raises(SramOverflow):
+        machine("S", np.ones(7))
+    assert [(r.name, r.elements) for r in machine.resident] == [("S", 6)]
+
+
+def test_only_one_budget_may_be_given():
+    with pytest.raises(ValueError, match="sram_bytes=64"):
+        Machine(sram=16, sram_bytes=64)
+
+
+def test_a_literal_machine_charges_a_fill_and_an_eliding_one_reads_untouched_rows_for_nothing():
+    for elide, fill, first in ((False, 12, 4), (True, 0, 0)):
+        machine, A = hbm(matrix(), elide=elide)
+        A.fill(0)
+        assert machine.traffic.writes == {"A": fill}
+        A[0:2]
+        assert machine.traffic.reads == {"A": first}
+        A[0:2] = np.ones((2, 2))
+        A[0:4]
+        assert machine.traffic.reads == {"A": first + (4 if elide else 8)}
+
+
+def test_allocated_memory_is_counted_and_starts_as_nan():
+    machine = Machine()
+    A = machine.allocate("A", (3, 2), np.dtype("float32"))
+    machine.allocate("B", (4,), np.dtype("float32"))
+    assert np.isnan(A.data).all()
+    assert machine.allocated == {"A": 6, "B": 4}
+    assert machine.allocated_elements == 10
+
+
+def test_a_log_holds_what_happened_in_order():
+    machine, A = hbm(matrix(4), log=[])
+    for i, Ai in tiles(2, A):
+        machine("S", Ai + 1)
+        A[i] = Ai
+        break
+    assert machine.log == [
+        Event("read", "A", "0:2", 4),
+        Event("place", "S", "", 4),
+        Event("write", "A", "0:2", 4),
+        Event("evict", "A", "", 4),
+        Event("evict", "S", "", 4),
+    ]
+
+
+def test_panels_tile_a_matrix_along_its_other_axis():
+    A = matrix(4, 6)
+    machine, in_hbm = hbm(A)
+    for X in (A, in_hbm):
+        assert [t.tolist() for _, t in tiles(4, row(X, slice(1, 3)))] == [
+            A[1:3, :4].tolist(),
+            A[1:3, 4:].tolist(),
+        ]
+        assert [t.tolist() for _, t in tiles(3, column(X, slice(2, 5)))] == [
+            A[:3, 2:5].tolist(),
+            A[3:, 2:5].tolist(),
+        ]
+    assert machine.traffic.reads == {"A": 12 + 12}
+
+
+def test_blocks_cover_every_row_once():
+    for N in range(12):
+        for B in range(1, 14):
+            assert [r for b in blocks(N, B) for r in range(b.start, b.stop)] == list(range(N))
+
+
+def test_a_plain_array_has_a_chip_that_does_nothing():
+    S = np.ones(3)
+    assert chip_of(S)("S", S) is S
+    assert "Hbm(A" in repr(hbm(matrix())[1])
+    assert len(hbm(matrix())[1]) == 6
+
+
+PRIMES = {"Nq": 46, "Nk": 57, "d": 7, "dv": 11, "Br": 13, "Bc": 17}
+
+
+# standard attention once more, with rows of S that do not fit on chip
+CASES = [(*variant, True) for variant in VARIANTS] + [("standard", "literal", False)]
+
+
+@pytest.mark.parametrize("algorithm, convention, rows_fit", CASES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_tile_sized_array_that_lives_during_a_turn_is_registered(
+    algorithm, convention, rows_fit, masked
+):
+    """An audit: a tracer looks at every local of the algorithm at every line.
+
+    Each matrix that any frame of the algorithm holds must lie in memory that the machine has
+    registered under some name; what a poisoning machine has evicted is all NaN, and dead.
+    """
+    size, alg = PRIMES, ALGORITHMS[algorithm]
+    rng = np.random.default_rng(0)
+    machine, frames, unregistered = Machine(elide=convention == "elided", poison=True), set(), []
+    inputs = {
+        name: rng.standard_normal((size[n], size[w]))
+        for name, n, w in (("Q", "Nq", "d"), ("K", "Nk", "d"), ("V", "Nk", "dv"))
+    }
+    arrays = {n: np.full([size[s] for s in SHAPES[n]], np.nan) for n in alg.arrays}
+    array = rng.standard_normal((size["Nq"], size["Nk"])) if masked else None
+    mask = Mask(
+        size["Nq"], size["Nk"], hi=size["Nk"] - size["Nq"],
+        array=None if array is None else machine.hbm(mask=array)["mask"],
+    )  # fmt: skip
+    more = {name: n if rows_fit else 0 for name, n in alg.more(head(), np.inf, np.inf).items()}
+
+    def audit(frame, event, arg):
+        if frame.f_code.co_filename.endswith(f"{alg.forward.__module__.rsplit('.', 1)[-1]}.py"):
+            frames.add(frame)
+            resident = [r.tile for r in machine.resident]
+            for name, x in frame.f_locals.items():
+                matrix = isinstance(x, np.ndarray) and x.ndim == 2 and min(x.shape) > 1
+                if not matrix or np.isnan(x).all():
+                    continue
+                if not any(np.shares_memory(x, tile) for tile in resident):
+                    unregistered.append((frame.f_lineno, name, x.shape))
+            return audit
+        return None
+
+    old = sys.gettrace()
+    sys.settrace(audit)
+    try:
+        alg.forward(
+            *machine.hbm(**inputs).values(),
+            *(a if n in alg.uncharged else machine.hbm(**{n: a})[n] for n, a in arrays.items()),
+            Br=size["Br"], Bc=size["Bc"], scale=1.0, mask=mask, drop=Dropout(0.5, 1, 0, 0), **more,
+        )  # fmt: skip
+    finally:
+        sys.settrace(old)
+    assert frames, "the tracer saw nothing"
+    assert unregistered == []
+    reference = fs.attention(
+        *inputs.values(), algorithm=algorithm, is_causal=True, attn_mask=array, scale=1.0,
+        dropout_p=0.5, seed=1,
+    )  # fmt: skip
+    np.testing.assert_allclose(arrays["O"], reference.output, rtol=1e-12)
+
+
+def head():
+    from flashsim.cost.counts import Head
+
+    return Head(Mask(PRIMES["Nq"], PRIMES["Nk"]), PRIMES["d"], PRIMES["dv"])
+
+
+def test_the_audit_finds_an_unregistered_tile(monkeypatch):
+    """The audit itself: a chip that forgets to register must be noticed."""
+    from flashsim import memory
+
+    def forgetful(self, name, tile):
+        return tile
+
+    monkeypatch.setattr(memory.Machine, "__call__", forgetful)
+    with pytest.raises(AssertionError):
+        test_every_tile_sized_array_that_lives_during_a_turn_is_registered(
+            "flash2", "literal", True, False
+        )
+
+
+def test_hbm_arrays_do_not_take_new_attributes():
+    with pytest.raises(AttributeError):
+        Hbm(Machine(), "A", matrix()).note = 1
