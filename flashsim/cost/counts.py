@@ -103,9 +103,7 @@ class Head:
         """Elements of the array mask behind an r x c tile of scores; 0 without one."""
         if self.mask.array is None:
             return 0
-        tall, broad = (
-            n == N for n, N in zip(self.mask.array.shape, (self.Nq, self.Nk), strict=True)
-        )
+        tall, broad = self.mask.own_sides
         return (r if tall else 1) * (c if broad else 1)
 
 
@@ -188,7 +186,7 @@ def _mask_reads(head: Head, v: Visits) -> dict[str, int]:
     """Elements of an array mask read with each visited tile."""
     if head.mask.array is None:
         return {}
-    tall, broad = (n == N for n, N in zip(head.mask.array.shape, (head.Nq, head.Nk), strict=True))
+    tall, broad = head.mask.own_sides
     per_row = v.keys if broad else v.tiles
     return {"mask": int((v.rows if tall else np.ones_like(v.rows)) @ per_row)}
 

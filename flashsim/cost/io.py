@@ -107,7 +107,8 @@ def io_cost(
     Br, Bc = _tiles(Br, Bc, row, head(Mask(N, Nk)), limits)
     total = Cost()
     for length, items in Counter(_lengths(key_lengths, batch, Nk)).items():
-        one = head(Mask(N, Nk, lo=lo, hi=hi, keys=np.arange(Nk) < length))
+        real = None if length == Nk else np.arange(Nk) < length
+        one = head(Mask(N, Nk, lo=lo, hi=hi, keys=real))
         more = row.more(one, *limits)
         cost = row.count(one, Br=Br, Bc=Bc, elide=convention == "elided", **more)
         total = total.plus(cost.times(items * heads))

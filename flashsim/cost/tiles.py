@@ -79,7 +79,9 @@ def strict(
     return _oriented(row, long, min(long, head.d))
 
 
-def optimal(row: Algorithm, head: Head, sram: float) -> tuple[int, int]:
+def optimal(
+    row: Algorithm, head: Head, sram: float = math.inf, sram_bytes: float = math.inf
+) -> tuple[int, int]:
     """The fewest elements moved, then the largest tiles that move as few.
 
     Traffic depends only on how many tiles the long side has, so the short side is first 1, to make
@@ -87,7 +89,7 @@ def optimal(row: Algorithm, head: Head, sram: float) -> tuple[int, int]:
     tiles, and the short one takes the room.
     """
     N = max(1, head.Nq, head.Nk)
-    fits = _fits(row, head, sram, math.inf, "M")
+    fits = _fits(row, head, sram, sram_bytes, "M")
     turns = -(-N // _largest(lambda n: fits(n, 1), N))
     long = -(-N // turns)
     return _oriented(row, long, _largest(lambda n: fits(long, n), N))

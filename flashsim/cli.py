@@ -1,0 +1,404 @@
+"""The command line: run, io, sweep, devices.
+
+Exit codes: 0 if every check held, 1 if one did not, 2 for input that cannot be used, with one line
+on stderr that says which and why. What takes long to import is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Timer
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from .inputs import Inputs
+    from .tables import Report
+    from .verify import Budget, Record
+
+DEFAULT_SRAM_KB = 32
+DEFAULT_DEVICE = "h200"
+
+# The base of every complaint about arguments: click's, or that of the copy which newer Typers hold.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class OneLineErrors(TyperGroup):
+    """Commands whose errors are one line on stderr and exit code 2."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Run the command that the arguments name, and exit."""
+        kwargs["standalone_mode"] = False  # errors come here instead of being printed at length
+        try:
+            code = super().main(*args, **kwargs)
+        except UsageError as error:
+            message = error.format_message()  # type: ignore[attr-defined]
+        except (ValueError, TypeError, ArithmeticError, OSError, MemoryError) as error:
+            message = str(error) or type(error).__name__
+        except typer.Abort:
+            sys.exit(130)
+        else:
+            sys.exit(code or 0)
+        print("flashsim: error:", " ".join(message.split()), file=sys.stderr)
+        sys.exit(2)
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of the `flashsim` command."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    app(prog_name="flashsim")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"flashsim {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def flashsim(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What FlashAttention does, exactly, and what it costs, counted.
+
+    Start with [bold]flashsim run[/bold]: it needs no input.
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+Algorithms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--algorithm", "-a", metavar="NAME", show_default="all",
+        help="standard, flash1, flash2; flash1:literal is the printed algorithm, flash1:elided the "
+        "published kernel (initial O, l, m cost nothing). May be repeated.",
+    ),
+]  # fmt: skip
+Sram = Annotated[int | None, typer.Option(help="SRAM in elements, each number counting one.")]
+SramKb = Annotated[
+    float | None,
+    typer.Option(
+        help="SRAM in KB of 1024 bytes.", show_default=f"{DEFAULT_SRAM_KB} without --sram"
+    ),
+]
+Tiles = Annotated[
+    str | None,
+    typer.Option(metavar="Br,Bc", help="Rows of a query and of a key tile.", show_default="fitted"),
+]
+DeviceName = Annotated[
+    str, typer.Option(metavar="NAME", help="GPU whose memory bandwidth gives the time.")
+]
+Causal = Annotated[bool, typer.Option("--causal", help="Mask the future.")]
+CausalAlign = Annotated[
+    str, typer.Option(help="Where the lengths differ: bottom-right or top-left (PyTorch's).")
+]
+Window = Annotated[
+    str | None,
+    typer.Option(
+        metavar="L,R", help="Query i sees keys i-L to i+R; leave a side empty for no limit."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of the table.")]
+Csv = Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
+]
+
+
+@app.command()
+def run(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help=".npz or .safetensors with q, k, v and, if you like, key_padding_mask, attn_mask, "
+            "expected_output.",
+            show_default="a built-in sample from a real model",
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="B,H,N,d", help="Random normal inputs instead of a file.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random inputs.", show_default="0")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the random inputs: float16, bfloat16, float32 or float64.",
+            show_default="float32",
+        ),
+    ] = None,
+    algorithm: Algorithms = None,
+    sram: Sram = None,
+    sram_kb: SramKb = None,
+    tiles: Tiles = None,
+    causal: Causal = False,
+    causal_align: CausalAlign = "bottom-right",
+    window: Window = None,
+    scale: Annotated[float | None, typer.Option(show_default="1/sqrt(d)")] = None,
+    dropout: Annotated[float, typer.Option(help="Probability that a weight is dropped.")] = 0.0,
+    dropout_seed: Annotated[int, typer.Option(help="Of the dropout.")] = 0,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest error of the file's expected output.",
+            show_default="2e-6; float16 2e-3, bfloat16 2e-2",
+        ),
+    ] = None,
+    device: DeviceName = DEFAULT_DEVICE,
+    json: Json = False,
+    csv: Csv = False,
+    plot: Plot = None,
+) -> None:
+    """Run attention algorithms, check each, and show what they move.
+
+    Each must agree with float64 within a computed bound, and move what its closed form says.
+    """
+    _check_output(json, csv, plot)
+    from . import reports, verify
+    from .cost.devices import device as preset
+
+    gpu = preset(device)
+    budget = _budget(sram, sram_kb, DEFAULT_SRAM_KB * 1024)
+    inputs = _inputs(file, shape, seed, dtype)
+    what = {
+        "is_causal": causal, "causal_align": causal_align, "window": _window(window),
+        "scale": scale, "dropout_p": dropout, "seed": dropout_seed,
+    }  # fmt: skip
+    if file is None and (causal or window or scale is not None or dropout):
+        inputs = replace(inputs, expected_output=None)  # it is that of the model's own settings
+    chosen = verify.variants(algorithm or [])
+    with _progress(len(chosen) + 1) as on_step:
+        records = verify.run_records(
+            inputs, chosen, budget=budget, tiles=_tiles(tiles), device=gpu,
+            tolerance=tolerance, on_step=on_step, **what,
+        )  # fmt: skip
+    if plot is not None:
+        _plot_traffic(plot, inputs.origin, records)
+    _finish(reports.run_report(inputs, records, budget, gpu, what), json, csv)
+
+
+@app.command()
+def io(
+    N: Annotated[int, typer.Option("--N", "-N", help="Queries.")] = 4096,
+    d: Annotated[int, typer.Option("--d", "-d", help="Width of Q and K.")] = 64,
+    Nk: Annotated[int | None, typer.Option("--Nk", help="Keys.", show_default="N")] = None,
+    dv: Annotated[int | None, typer.Option("--dv", help="Width of V.", show_default="d")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
+    batch: Annotated[int, typer.Option(help="Items.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="float16, bfloat16, float32 or float64; only bytes depend on it.")
+    ] = "float16",
+    algorithm: Algorithms = None,
+    sram: Sram = None,
+    sram_kb: Annotated[
+        float | None,
+        typer.Option(
+            help="SRAM in KB of 1024 bytes.", show_default="what a block of the GPU may use"
+        ),
+    ] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="Tiles: paper (Bc = M/4d, may not fit), strict (the largest of that shape that "
+            "fit) or optimal (fewest elements moved).",
+            show_default="strict",
+        ),
+    ] = None,
+    tiles: Tiles = None,
+    causal: Causal = False,
+    causal_align: CausalAlign = "bottom-right",
+    window: Window = None,
+    device: DeviceName = DEFAULT_DEVICE,
+    json: Json = False,
+    csv: Csv = False,
+    plot: Plot = None,
+) -> None:
+    """What attention costs at any size, in closed form: nothing is run."""
+    _check_output(json, csv, plot)
+    from . import reports, verify
+    from .cost.devices import device as preset
+
+    if rule is not None and tiles is not None:
+        raise ValueError(f"--rule {rule}: expected none, as --tiles {tiles} gives the tiles")
+    gpu = preset(device)
+    budget = _budget(sram, sram_kb, gpu.sram_bytes_per_block)
+    problem: dict[str, Any] = {
+        "N": N, "Nk": N if Nk is None else Nk, "d": d, "dv": d if dv is None else dv,
+        "heads": heads, "batch": batch, "dtype": dtype, "is_causal": causal,
+        "causal_align": causal_align, "window": _window(window),
+    }  # fmt: skip
+    if tiles is None and rule is None:
+        rule = "strict"
+    records = verify.io_records(
+        verify.variants(algorithm or []), budget=budget, rule=rule, tiles=_tiles(tiles),
+        device=gpu, **problem,
+    )  # fmt: skip
+    if plot is not None:
+        _plot_traffic(plot, f"N = {N}, d = {d}", records)
+    _finish(reports.io_report(problem, records, budget, gpu, rule), json, csv)
+
+
+@app.command()
+def sweep(json: Json = False, csv: Csv = False, plot: Plot = None) -> None:
+    """Verify that traffic grows as N^2 d^2 / M: run the small sizes, fit the exponents."""
+    _check_output(json, csv, plot)
+    from . import reports
+    from .cost import sweep as cost
+
+    with _progress(cost.COUNT) as on_step:
+        series = list(cost.sweep(on_step))
+    if plot is not None:
+        from .plots import growth_lines
+
+        growth_lines(plot, series, cost.FITTED)
+    _finish(reports.sweep_report(series), json, csv)
+
+
+@app.command()
+def devices(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One GPU, with a source for each figure.")
+    ] = None,
+    json: Json = False,
+    csv: Csv = False,
+) -> None:
+    """GPUs that the other commands know, with the sources of their figures."""
+    _check_output(json, csv, None)
+    from . import reports
+    from .cost.devices import DEVICES
+    from .cost.devices import device as preset
+
+    if name is None:
+        _finish(reports.devices_report(list(DEVICES.values())), json, csv)
+    _finish(reports.device_report(preset(name)), json, csv)
+
+
+def _check_output(json: bool, csv: bool, plot: Path | None) -> None:
+    """Refuse an output that cannot be written before anything is computed."""
+    if json and csv:
+        raise ValueError("--csv: expected no second format, as --json is given")
+    if plot is not None:
+        from .plots import checked_path
+
+        checked_path(plot)
+
+
+def _finish(report: Report, json: bool, csv: bool) -> NoReturn:
+    from . import tables
+
+    write = tables.write_json if json else tables.write_csv if csv else tables.write_table
+    write(report)
+    raise typer.Exit(1 if report.failures else 0)
+
+
+def _plot_traffic(path: Path, title: str, records: list[Record]) -> None:
+    from .plots import traffic_bars
+    from .verify import label
+
+    traffic_bars(path, title, [label(record) for record in records], records)
+
+
+def _inputs(file: Path | None, shape: str | None, seed: int | None, dtype: str | None) -> Inputs:
+    from .inputs import random_inputs, read_inputs
+
+    if shape is None and (seed is not None or dtype is not None):
+        raise ValueError("--seed, --dtype: expected only with --shape, for random inputs")
+    if file is not None and shape is not None:
+        raise ValueError(f"--shape {shape}: expected none, as {file} gives the inputs")
+    if file is not None:
+        return read_inputs(file)
+    if shape is not None:
+        batch, heads, N, d = _integers("shape", shape, "B,H,N,d")
+        return random_inputs((batch, heads, N, d), seed or 0, dtype or "float32")
+    from .sample import load_sample
+
+    return load_sample()
+
+
+def _integers(name: str, text: str, form: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(form.split(",")):
+        raise ValueError(f"--{name} {text}: expected {form}, integers")
+    return numbers
+
+
+def _tiles(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    Br, Bc = _integers("tiles", text, "Br,Bc")
+    return Br, Bc
+
+
+def _window(text: str | None) -> tuple[int | None, int | None] | None:
+    if text is None:
+        return None
+    sides = text.split(",")
+    if len(sides) != 2 or not all(side.strip().isdecimal() or not side.strip() for side in sides):
+        raise ValueError(
+            f"--window {text}: expected L,R, integers of at least 0 or nothing for no limit"
+        )
+    left, right = (int(side) if side.strip() else None for side in sides)
+    return left, right
+
+
+def _budget(sram: int | None, sram_kb: float | None, default_bytes: int) -> Budget:
+    """The chip's budget as `attention` takes it."""
+    if sram is not None and sram_kb is not None:
+        raise ValueError(f"--sram-kb {sram_kb:g}: expected none, as --sram {sram} gives the SRAM")
+    for option, value in (("sram", sram), ("sram-kb", sram_kb)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{option} {value}: expected a positive number")
+    if sram is not None:
+        return {"sram": sram}
+    return {"sram_bytes": default_bytes if sram_kb is None else int(sram_kb * 1024)}
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A function to be told each step as it starts; after a second a terminal shows a bar."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}")
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("", total=steps, completed=-1)
+    timer = Timer(1.0, bar.start)
+    if console.is_terminal:
+        timer.start()
+    try:
+        yield lambda what: bar.update(task, advance=1, description=what)
+    finally:
+        timer.cancel()
+        if console.is_terminal:
+            timer.join()
+        if bar.live.is_started:
+            bar.stop()

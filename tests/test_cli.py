@@ -1,0 +1,514 @@
+"""The command line: every check shows in table, JSON and exit code; bad input is one line and 2."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+import flashsim as fs
+from flashsim import cli, tables, verify
+from flashsim.cost.devices import DEVICES
+from flashsim.inputs import read_inputs
+from flashsim.reference import exact
+
+SMALL = ["run", "--shape", "1,2,40,8"]
+VARIANTS = ["standard", "flash1:literal", "flash1:elided", "flash2"]
+
+
+def invoke(*arguments: object, columns: int = 120) -> Any:
+    runner = CliRunner(env={"COLUMNS": str(columns)})
+    return runner.invoke(cli.app, [str(a) for a in arguments])
+
+
+def document(*arguments: object) -> dict[str, Any]:
+    """What a command prints with --json, as strict JSON."""
+    result = invoke(*arguments, "--json")
+    return dict(json.loads(result.stdout, parse_constant=lambda x: pytest.fail(f"{x} in JSON")))
+
+
+def subprocess_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flashsim", *arguments],
+        capture_output=True, text=True, encoding="utf-8", env={**os.environ, **environment},
+        check=False,
+    )  # fmt: skip
+
+
+def arrays(**more: Any) -> dict[str, Any]:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 20, 8), np.float32)
+    return {"q": q, "k": k, "v": v, **more}
+
+
+# run
+
+
+def test_every_check_holds_on_the_built_in_sample() -> None:
+    result = subprocess_run("run")
+    assert result.returncode == 0
+    assert "Every check held" in result.stdout
+    assert all(name in result.stdout for name in VARIANTS)
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+
+
+def test_json_has_what_the_run_counted() -> None:
+    found = document(*SMALL, "--sram", 700, "--causal")
+    assert found["held"] is True
+    assert [verify.label(record) for record in found["records"]] == VARIANTS
+    for record in found["records"]:
+        tiles = {"Br": record["Br"], "Bc": record["Bc"]}
+        cost = fs.io_cost(
+            record["algorithm"], N=40, d=8, heads=2, is_causal=True, sram=700,
+            convention=record["convention"], **tiles,
+        )  # fmt: skip
+        assert record["total_elements"] == cost.total_elements
+        assert record["total_bytes"] == 4 * cost.total_elements
+        assert record["sram_elements"] == cost.sram_elements <= 700
+        assert record["extra_hbm_elements"] == cost.extra_hbm_elements
+        assert record["memory_seconds"] == cost.total_bytes / 4.8e12
+        assert 0 < record["output_error_over_bound"] <= 1
+        assert 0 < record["lse_error_over_bound"] <= 1
+
+
+def test_csv_has_the_same_numbers_as_json() -> None:
+    lines = invoke(*SMALL, "--csv").stdout.splitlines()
+    records = document(*SMALL)["records"]
+    for row, record in zip(csv.DictReader(lines), records, strict=True):
+        assert int(row["total_elements"]) == record["total_elements"]
+        assert int(row["reads.K"]) == record["reads"]["K"]
+        assert row["failures"] == ""
+
+
+def test_the_ratio_is_to_standard_attention_or_missing() -> None:
+    records = document(*SMALL)["records"]
+    for record in records:
+        wanted = record["total_elements"] / records[0]["total_elements"]
+        assert record["ratio_to_standard"] == wanted
+    assert document(*SMALL, "-a", "flash2")["records"][0]["ratio_to_standard"] is None
+
+
+def test_the_table_says_where_standard_attention_wins() -> None:
+    """With tiles of one row, FlashAttention reads O, l and m again for each key."""
+    assert "Standard attention wins here: flash1:literal" in invoke(*SMALL, "--tiles", "1,1").stdout
+    assert "wins" not in invoke(*SMALL).stdout
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_random_inputs_of_every_dtype_pass(dtype: str) -> None:
+    result = invoke(*SMALL, "--seed", 3, "--dtype", dtype, "--dropout", 0.1, "--window", "5,")
+    assert result.exit_code == 0, result.output
+    assert dtype in result.stdout
+
+
+def test_the_same_seed_gives_the_same_inputs() -> None:
+    assert (
+        invoke(*SMALL, "--seed", 1, "--json").stdout == invoke(*SMALL, "--seed", 1, "--json").stdout
+    )
+    assert (
+        invoke(*SMALL, "--seed", 1, "--json").stdout != invoke(*SMALL, "--seed", 2, "--json").stdout
+    )
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
+        assert invoke(*SMALL, "--plot", tmp_path / name).exit_code == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
+
+
+# files
+
+
+def test_npz_and_safetensors_give_the_same_report(tmp_path: Path) -> None:
+    real = np.arange(20) < np.array([[20], [7]])
+    given = arrays(key_padding_mask=real, attn_mask=np.tri(20, dtype=bool))
+    given["expected_output"] = exact(**given).output.astype(np.float32)
+    np.savez(tmp_path / "a.npz", **given)
+    save_file(
+        {name: np.ascontiguousarray(a) for name, a in given.items()}, tmp_path / "a.safetensors"
+    )
+    found = [document("run", tmp_path / name) for name in ("a.npz", "a.safetensors")]
+    assert found[0]["held"]
+    assert found[0]["records"] == found[1]["records"]
+    assert all(record["reads"]["mask"] for record in found[0]["records"])
+    assert all(0 < record["expected_output_error"] < 2e-6 for record in found[0]["records"])
+
+
+def test_padding_with_holes_and_shared_key_heads_pass(tmp_path: Path) -> None:
+    given = arrays(key_padding_mask=np.arange(40).reshape(2, 20) % 3 > 0)
+    given |= {"k": given["k"][:, :1], "v": given["v"][:, :1]}
+    np.savez(tmp_path / "a.npz", **given)
+    assert invoke("run", tmp_path / "a.npz", "--tiles", "5,2").exit_code == 0
+
+
+def test_bfloat16_is_read_from_safetensors(tmp_path: Path) -> None:
+    given = {name: a.astype(ml_dtypes.bfloat16) for name, a in arrays().items()}
+    write_safetensors(tmp_path / "a.safetensors", "bfloat16", given)
+    inputs = read_inputs(tmp_path / "a.safetensors")
+    assert inputs.q.dtype == ml_dtypes.bfloat16
+    assert (inputs.q == given["q"]).all()
+    assert invoke("run", tmp_path / "a.safetensors").exit_code == 0
+
+
+def write_safetensors(path: Path, dtype: str, given: dict[str, Any]) -> None:
+    header, data = {}, b""
+    codes = {"bfloat16": "BF16", "int64": "I64"}
+    for name, a in given.items():
+        ends = [len(data), len(data) + a.nbytes]
+        header[name] = {"dtype": codes[dtype], "shape": list(a.shape), "data_offsets": ends}
+        data += a.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    safetensors.deserialize(path.read_bytes())  # a valid file
+
+
+def test_an_expected_output_that_is_not_met_fails(tmp_path: Path) -> None:
+    given = arrays()
+    expected = exact(**given).output.astype(np.float32)
+    expected[0, 0, 0, 0] += 1e-4
+    np.savez(tmp_path / "a.npz", **given, expected_output=expected)
+    result = invoke("run", tmp_path / "a.npz")
+    assert result.exit_code == 1
+    assert "FAILED: flash2: output is off by 0.0001 from the expected one" in result.stdout
+    assert "Not every check held" in result.stdout
+    assert document("run", tmp_path / "a.npz")["held"] is False
+    assert invoke("run", tmp_path / "a.npz", "--tolerance", 1e-3).exit_code == 0
+
+
+def test_padded_rows_of_an_expected_output_do_not_count(tmp_path: Path) -> None:
+    given = arrays(key_padding_mask=np.arange(20) < np.array([[20], [7]]))
+    expected = exact(**given).output.astype(np.float32)
+    expected[1, :, 7:] = np.nan
+    np.savez(tmp_path / "a.npz", **given, expected_output=expected)
+    assert invoke("run", tmp_path / "a.npz").exit_code == 0
+
+
+def test_the_samples_expected_output_is_that_of_its_own_settings() -> None:
+    """A causal run of the sample is checked, but not held to what the model computed."""
+    found = document("run", "-a", "flash2", "--causal")
+    assert found["held"] is True
+    assert found["records"][0]["expected_output_error"] is None
+
+
+# failing checks
+
+
+def test_a_count_that_is_not_the_formulas_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_read_more(out: Any, *inputs: Any, **how: Any) -> Any:
+        cost = right(out, *inputs, **how)
+        cost.reads["Q"] += 1
+        return cost
+
+    right = verify.expected_cost
+    monkeypatch.setattr(verify, "expected_cost", one_read_more)
+    result = invoke(*SMALL)
+    assert result.exit_code == 1
+    assert "FAILED: flash2: reads not as in the closed form" in result.stdout
+    assert "Every check held" not in result.stdout
+
+
+@pytest.mark.parametrize("factor", [0.0, 1 + 1e-4, np.nan])
+def test_an_output_outside_its_bound_fails(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(*inputs: Any, **how: Any) -> Any:
+        out = right(*inputs, **how)
+        out.output[...] *= factor
+        return out
+
+    right = verify.attention
+    monkeypatch.setattr(verify, "attention", off)
+    result = invoke(*SMALL)
+    assert result.exit_code == 1
+    assert "FAILED: flash2: output is off by" in result.stdout
+    assert document(*SMALL)["held"] is False
+
+
+# io
+
+
+def test_io_is_the_closed_form() -> None:
+    found = document("io", "-N", 1000, "-d", 32, "--heads", 3, "--sram", 5000, "--causal")
+    for record in found["records"]:
+        cost = fs.io_cost(
+            record["algorithm"], N=1000, d=32, heads=3, is_causal=True, dtype="float16",
+            sram=5000, convention=record["convention"],
+        )  # fmt: skip
+        assert record["reads"] == {name: n for name, n in cost.reads.items() if n}
+        assert record["total_bytes"] == cost.total_bytes
+        assert record["flops"] == cost.flops
+        assert record["exps"] == cost.exps
+        assert record["flops_per_byte"] == cost.flops / cost.total_bytes
+        assert record["fits"] is True
+
+
+@pytest.mark.parametrize("rule", ["paper", "strict", "optimal"])
+def test_io_takes_the_tiles_of_the_rule(rule: str) -> None:
+    for budget in (["--sram", 4096], ["--sram-kb", 16, "--dtype", "float32"]):
+        for record in document("io", "-N", 500, "-d", 16, "--rule", rule, *budget)["records"]:
+            tiles = fs.tile_sizes(4096, 16, rule, record["algorithm"], N=500)
+            assert (record["Br"], record["Bc"]) == tiles
+            assert record["fits"] or rule == "paper"
+
+
+def test_io_says_by_how_much_the_papers_tiles_do_not_fit() -> None:
+    """For M < 8 d (d + 1) they mostly do not, once S, l and m are counted."""
+    result = invoke("io", "--rule", "paper", "--sram", 8192)
+    assert "flash2 needs 9280 elements, 1088 more than there are" in result.stdout
+    assert "NO, 113%" in result.stdout
+    assert result.exit_code == 0
+
+
+def test_io_takes_the_shared_memory_of_a_block_for_budget() -> None:
+    assert document("io", "--device", "a100")["sram_bytes"] == 163 * 1024
+    assert document("io", "--device", "a100", "--sram-kb", 32)["sram_bytes"] == 32 * 1024
+
+
+def test_io_says_where_standard_attention_wins() -> None:
+    """At N = 16 the whole of S is smaller than what FlashAttention keeps re-reading."""
+    assert "Standard attention wins" in invoke("io", "-N", 16, "--tiles", "16,1").stdout
+    assert "wins" not in invoke("io").stdout
+
+
+# devices
+
+
+def test_devices_lists_every_preset_with_its_sources() -> None:
+    shown = invoke("devices")
+    assert shown.exit_code == 0
+    assert all(key in shown.stdout for key in DEVICES)
+    for record in document("devices")["records"]:
+        preset = DEVICES[record["key"]]
+        assert record["hbm_bytes_per_second"] == preset.hbm_bytes_per_second
+        assert record["sources"]["hbm_bytes_per_second"]
+
+
+def test_one_device_is_shown_with_its_notes() -> None:
+    shown = invoke("devices", "H200", columns=400).stdout
+    assert DEVICES["h200"].notes in shown
+    assert all(source in shown for source in DEVICES["h200"].sources.values())
+
+
+# tables
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize(
+    "command", [[*SMALL], ["io", "--rule", "paper", "--sram-kb", 16], ["devices"]]
+)
+def test_no_number_is_cut_at_any_width(columns: int, command: list[object]) -> None:
+    shown = invoke(*command, columns=columns).stdout
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= columns
+    wide = invoke(*command, columns=400).stdout
+    numbers = {word for word in wide.split() if word[0].isdigit()}
+    assert numbers <= {word for line in shown.splitlines() for word in line.split()}
+
+
+def test_a_pipe_gets_no_control_codes() -> None:
+    result = subprocess_run("io", COLUMNS="80")
+    assert result.returncode == 0
+    assert "\x1b" not in result.stdout
+
+
+def test_text_that_an_encoding_lacks_is_no_error() -> None:
+    result = subprocess_run("io", PYTHONIOENCODING="ascii")
+    assert result.returncode == 0
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(0, "0"), (9999, "9999"), (10_000, "10 k"), (99_949, "99.9 k"), (999_499, "999 k"),
+     (999_500, "1 M"), (1_234_567, "1.23 M"), (2.5e12, "2.5 T"), (None, "-")],
+)  # fmt: skip
+def test_counts_have_three_digits_and_a_unit(n: float | None, text: str) -> None:
+    assert tables.count(n) == text
+
+
+@pytest.mark.parametrize(
+    ("t", "text"), [(5.5e-9, "5.5 ns"), (9.996e-7, "1 µs"), (1.25e-3, "1.25 ms"), (12.0, "12 s")]
+)
+def test_times_have_three_digits_and_a_unit(t: float, text: str) -> None:
+    assert tables.seconds(t) == text
+
+
+# bad input
+
+BAD_ARGUMENTS = {
+    "unknown command": (["fly"], "fly"),
+    "unknown option": (["run", "--fly"], "--fly"),
+    "not a number": (["io", "--N", "many"], "--N"),
+    "algorithm": (["run", "-a", "flash9"], "algorithm='flash9'"),
+    "convention": (["run", "-a", "flash1:x"], "convention='x'"),
+    "shape": (["run", "--shape", "1,2,3"], "--shape 1,2,3"),
+    "empty shape": (["run", "--shape", "1,1,0,8"], "N=0"),
+    "seed alone": (["run", "--seed", "1"], "--seed"),
+    "shape and file": (["run", "a.npz", "--shape", "1,1,8,8"], "--shape"),
+    "dtype": ([*SMALL, "--dtype", "int8"], "dtype='int8'"),
+    "tiles": (["run", "--tiles", "64"], "--tiles 64"),
+    "zero tiles": (["run", "--tiles", "0,8"], "tiles[0]=0"),
+    "tiles that do not fit": (["run", "--tiles", "180,180"], "does not fit on the chip"),
+    "SRAM too small": (["run", "--sram", "9"], "sram=9"),
+    "two budgets": (["run", "--sram", "900", "--sram-kb", "3"], "--sram-kb 3"),
+    "no SRAM": (["run", "--sram-kb", "0"], "--sram-kb 0"),
+    "NaN SRAM": (["io", "--sram-kb", "nan"], "--sram-kb nan"),
+    "window": (["run", "--window", "-1,2"], "--window -1,2"),
+    "alignment": (["run", "--causal-align", "left"], "causal_align='left'"),
+    "scale": (["run", "--scale", "nan"], "scale=nan"),
+    "dropout": (["run", "--dropout", "1"], "dropout_p=1"),
+    "dropout seed": (["run", "--dropout-seed", "-1"], "seed=-1"),
+    "device": (["run", "--device", "abacus"], "device='abacus'"),
+    "too long": (["run", "--shape", "1,1,20000,1"], "N=20000"),
+    "too large": (["run", "--shape", "99999,99999,99999,99999"], "shape=(99999,"),
+    "two formats": (["run", "--json", "--csv"], "--csv"),
+    "plot suffix": (["run", "--plot", "a.bmp"], "a.bmp"),
+    "plot folder": ([*SMALL, "--plot", "nowhere/a.png"], "nowhere"),
+    "width": (["io", "-d", "0"], "d=0"),
+    "length": (["io", "-N", "-1"], "N=-1"),
+    "heads": (["io", "--heads", "-1"], "heads=-1"),
+    "rule": (["io", "--rule", "thumb"], "rule='thumb'"),
+    "rule and tiles": (["io", "--rule", "paper", "--tiles", "8,8"], "--rule paper"),
+    "unknown device": (["devices", "abacus"], "device='abacus'"),
+}  # fmt: skip
+
+
+def assert_one_line(stdout: str, stderr: str, code: int, *needles: str) -> None:
+    assert code == 2, stdout + stderr
+    assert stdout == ""
+    assert stderr.startswith("flashsim: error: ")
+    assert stderr.count("\n") == 1
+    assert stderr.endswith("\n")
+    assert "Traceback" not in stderr
+    assert all(needle in stderr for needle in needles), stderr
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_are_one_line_that_names_them(case: str) -> None:
+    arguments, needle = BAD_ARGUMENTS[case]
+    result = invoke(*arguments)
+    assert_one_line(result.stdout, result.stderr, result.exit_code, needle)
+
+
+def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
+    """A file of each unusable kind, and what its error must say."""
+    q = arrays()["q"]
+    cases: dict[str, tuple[Path, str]] = {
+        "missing": (folder / "missing.npz", "No such file"),
+        "folder": (folder / "folder.npz", "directory"),
+    }
+    (folder / "folder.npz").mkdir()
+
+    def case(name: str, suffix: str, why: str) -> Path:
+        path = folder / f"{name.replace(' ', '_')}{suffix}"
+        cases[name] = (path, why)
+        return path
+
+    case("wrong suffix", ".npy", ".npz or .safetensors").write_bytes(b"")
+    for suffix in (".npz", ".safetensors"):
+        case(f"empty {suffix[1:]}", suffix, f"{suffix} file").write_bytes(b"")
+        case(f"foreign {suffix[1:]}", suffix, f"{suffix} file").write_text("q, k, v\n" * 99)
+    np.savez(folder / "whole.npz", **arrays())
+    whole = (folder / "whole.npz").read_bytes()
+    case("truncated npz", ".npz", "truncated").write_bytes(whole[:-999])
+    flipped = bytearray(whole)
+    flipped[300] ^= 255
+    case("damaged npz", ".npz", "not a readable .npz file").write_bytes(flipped)
+    save_file(arrays(), folder / "whole.safetensors")
+    whole = (folder / "whole.safetensors").read_bytes()
+    case("truncated safetensors", ".safetensors", "truncated").write_bytes(whole[:-9])
+    np.savez(case("lacking npz", ".npz", "no array named v"), q=q, k=q)
+    save_file({"query": q}, case("lacking safetensors", ".safetensors", "no array named q or k"))
+    np.savez(case("integers npz", ".npz", "q.dtype='int64'"), **arrays(q=q.astype(np.int64)))
+    integers = {name: a.astype(np.int64) for name, a in arrays().items()}
+    write_safetensors(case("integers safetensors", ".safetensors", "q is I64"), "int64", integers)
+    np.savez(case("complex", ".npz", "v.dtype='complex64'"), **arrays(v=q.astype(np.complex64)))
+    real = np.ones((2, 20), np.uint8)
+    np.savez(
+        case("padding dtype", ".npz", "key_padding_mask.dtype='uint8'"),
+        **arrays(key_padding_mask=real),
+    )
+    np.savez(case("mixed dtypes", ".npz", "k.dtype"), **arrays(k=q.astype(np.float64)))
+    np.savez(case("one dimension", ".npz", "q.shape=(8,)"), **arrays(q=q[0, 0, 0]))
+    np.savez(case("shapes", ".npz", "k.shape"), **arrays(k=q[..., :4]))
+    np.savez(
+        case("expected shape", ".npz", "expected_output.shape"), **arrays(expected_output=q[:1])
+    )
+    with zipfile.ZipFile(case("no arrays", ".npz", "q is not an array"), "w") as archive:
+        for name in "qkv":
+            archive.writestr(f"{name}.npy", "hello")
+    return cases
+
+
+def test_a_bad_file_is_one_line_that_says_which_and_why(tmp_path: Path) -> None:
+    for path, why in bad_files(tmp_path).values():
+        result = invoke("run", path)
+        assert_one_line(result.stdout, result.stderr, result.exit_code, why, str(path))
+
+
+class Bomb:
+    """Unpickling one makes the file that it names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    """An object array in a .npz, a pickle in place of one, and a bare pickle named .npz."""
+    trace = tmp_path / "unpickled"
+    bomb = np.array([Bomb(trace)], dtype=object)
+    np.savez(tmp_path / "object.npz", **arrays(q=bomb))
+    with zipfile.ZipFile(tmp_path / "member.npz", "w") as archive:
+        archive.writestr("q.npy", pickle.dumps(bomb))
+    for suffix in (".npz", ".safetensors"):
+        (tmp_path / f"bare{suffix}").write_bytes(pickle.dumps(bomb))
+    for name in ("object.npz", "member.npz", "bare.npz", "bare.safetensors"):
+        result = invoke("run", tmp_path / name)
+        assert_one_line(result.stdout, result.stderr, result.exit_code, name)
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(bomb))
+    assert trace.exists()  # the bomb does go off where it is unpickled
+
+
+@pytest.mark.parametrize("arguments", [["run", "nothing.npz"], ["run", "--fly"], ["io", "-d", "0"]])
+def test_the_process_exits_with_2_and_one_line(arguments: list[str]) -> None:
+    result = subprocess_run(*arguments)
+    assert_one_line(result.stdout, result.stderr, result.returncode)
+
+
+# start
+
+
+def test_version_and_help() -> None:
+    assert invoke("--version").stdout == f"flashsim {fs.__version__}\n"
+    for arguments in ([], ["--help"], ["-h"]):
+        shown = invoke(*arguments)
+        assert shown.exit_code == 0
+        assert all(name in shown.stdout for name in ("run", "io", "sweep", "devices"))
+    for name in ("run", "io", "sweep", "devices"):
+        assert invoke(name, "--help").exit_code == 0
+
+
+def test_a_start_imports_nothing_heavy() -> None:
+    """matplotlib and safetensors are imported only by what draws or reads files."""
+    code = (
+        "import sys; from flashsim import cli\n"
+        "try: cli.app(['io'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('matplotlib', 'safetensors') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
