@@ -217,7 +217,7 @@ class Problem:
 
     def as_given(self, x: Array) -> Array:
         """x (*batch, heads, ...) with the leading dimensions that q came with."""
-        return x[0] if self.alone else x
+        return np.asarray(x[0] if self.alone else x)
 
     @property
     def head(self) -> Head:
@@ -298,8 +298,8 @@ def checked(
     )  # fmt: skip
 
 
-def _floats(name: str, x: Any) -> Array:
-    x = np.asarray(x)
+def _floats(name: str, given: Any) -> Array:
+    x: Array = np.asarray(given)
     if x.dtype.name not in checks.FLOATS:
         raise bad_type(f"{name}.dtype", str(x.dtype), "one of " + ", ".join(checks.FLOATS))
     if x.ndim < 2:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .memory import Hbm, on_chip_copy
+from .memory import Hbm, load
 
 Array = np.ndarray[Any, Any]
 
@@ -52,6 +52,8 @@ class Mask:
         True for a real key, False for padding.
     array : bool or float (Nq or 1, Nk or 1), ndarray or Hbm, optional
         True may attend; a float is added to the scores, -inf masks.
+    d_array : float, the shape of `array`, ndarray or Hbm, optional
+        Where a backward pass adds up the gradient with respect to a float array.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class Mask:
         hi: int | None = None,
         keys: Array | None = None,
         array: Array | Hbm | None = None,
+        d_array: Array | Hbm | None = None,
     ) -> None:
-        self.Nq, self.Nk, self.array = Nq, Nk, array
+        self.Nq, self.Nk, self.array, self.d_array = Nq, Nk, array, d_array
         self.lo = -(Nq + Nk) if lo is None else lo
         self.hi = Nq + Nk if hi is None else hi
         self.keys = None if keys is None or keys.all() else keys
@@ -105,13 +108,21 @@ class Mask:
 
     def tile(self, i: slice, j: slice) -> MaskTile:
         """The mask of rows i and columns j; loads the array's tile, if there is an array."""
-        loaded = None
-        if self.array is not None:
-            rows = i if self.array.shape[0] == self.Nq else slice(0, 1)
-            columns = j if self.array.shape[1] == self.Nk else slice(0, 1)
-            part = self.array[rows, columns]
-            loaded = part if isinstance(self.array, Hbm) else on_chip_copy(part)
-        return MaskTile(self, i, j, loaded)
+        return MaskTile(
+            self, i, j, None if self.array is None else load(self.array, self.place(i, j))
+        )
+
+    def place(self, i: slice, j: slice) -> tuple[slice, slice]:
+        """Where the array has rows i and columns j: a broadcast side is its only row or column."""
+        tall, broad = self.own_sides
+        return i if tall else slice(0, 1), j if broad else slice(0, 1)
+
+    @property
+    def own_sides(self) -> tuple[bool, bool]:
+        """Whether the array has a row for each query, and a column for each key."""
+        if self.array is None:
+            return False, False
+        return self.array.shape[0] == self.Nq, self.array.shape[1] == self.Nk
 
 
 class MaskTile:
@@ -141,3 +152,27 @@ class MaskTile:
             S += self.loaded
         np.copyto(S, -np.inf, where=~self.keep())
         return S
+
+    def keep_transposed(self) -> Array:
+        """`keep` of the transposed tile (columns, rows)."""
+        return self.keep().T
+
+    def gradient(self, dS: Array) -> Array:
+        """dS (rows, columns) with 0 where masked, in place: a masked score takes no gradient.
+
+        Adds the tile to the gradient of the mask's array, where that is asked for.
+        """
+        if self.loaded is not None or not self.mask.full(self.i, self.j):
+            np.copyto(dS, 0, where=~self.keep())
+        if self.mask.d_array is not None:
+            self._accumulate(self.mask.d_array, dS)
+        return dS
+
+    def _accumulate(self, d_array: Any, dS: Array) -> None:
+        """A tile that stands for itself is written once; one that is broadcast adds up in HBM."""
+        place, own = self.mask.place(self.i, self.j), self.mask.own_sides
+        if all(own):
+            d_array[place] = dS
+        else:
+            spread = tuple(axis for axis in (0, 1) if not own[axis])
+            d_array[place] = load(d_array, place) + dS.sum(axis=spread, keepdims=True)

@@ -288,7 +288,7 @@ class Panel:
 
     def __getitem__(self, part: slice) -> Array:
         where = (part, self.columns) if self.rows is None else (self.rows, part)
-        return _load(self.A, where)
+        return load(self.A, where)
 
 
 def row(A: Array | Hbm, i: slice) -> Panel:
@@ -313,7 +313,8 @@ def on_chip_copy(view: Array) -> Array:
     return tile
 
 
-def _load(A: Array | Hbm, where: Any) -> Array:
+def load(A: Array | Hbm, where: Any) -> Array:
+    """A tile of either kind of array: `A[where]`, counted if A lives in HBM."""
     return A[where] if isinstance(A, Hbm) else on_chip_copy(A[where])
 
 
@@ -363,7 +364,7 @@ def tiles(
         if where is not None and not where(rows):
             continue
         if machine is None:
-            yield rows, *(A[rows] if isinstance(A, Panel) else _load(A, rows) for A in arrays)
+            yield rows, *(A[rows] if isinstance(A, Panel) else load(A, rows) for A in arrays)
             continue
         mark = len(machine.resident)
         try:

@@ -70,10 +70,12 @@ def log(l: Array) -> Array:
     return np.log(l, out=np.full_like(l, -np.inf), where=l != 0)
 
 
-def over(x: Array, l: Array) -> Array:
-    """x / l row by row, and 0 where l is 0: a row that may attend to nothing."""
+def over(x: Array, l: Array, out: Array | None = None) -> Array:
+    """x / l row by row, and 0 where l is 0: a row that may attend to nothing; `out` may be x."""
     a = l[:, None] if x.ndim == 2 else l
-    return np.divide(x, a, out=np.zeros_like(x), where=a != 0)
+    quotient = np.divide(x, np.where(a == 0, l.dtype.type(1), a), out=out)
+    np.copyto(quotient, 0, where=a == 0)
+    return quotient
 
 
 def weigh(P: Array, V: Array, live: Callable[[], Array]) -> Array:

@@ -113,7 +113,7 @@ def _rows(problem: Problem, at: tuple[int, ...], i: slice) -> tuple[Array, Array
     l = P.sum(axis=1)
     w = P / np.where(l == 0, 1, l)[:, None]
     z = problem.dropout(at).keep(i, slice(0, Nk)) / (1 - problem.p) if problem.p else 1.0
-    finite = np.isfinite(V).all(axis=1)
+    finite = np.asarray(np.isfinite(V).all(axis=1))
     V0 = np.where(finite[:, None], V, 0)
     O = (w * z) @ V0
     for k in np.flatnonzero(~finite):
@@ -130,7 +130,7 @@ def _rows(problem: Problem, at: tuple[int, ...], i: slice) -> tuple[Array, Array
     def spread(weight: Array) -> Array:
         """sum_j weight_j (z_j v_j - O)^2, at least 0."""
         mixed = (weight * z * z) @ V0**2 - 2 * O * ((weight * z) @ V0)
-        return np.maximum(mixed + O**2 * weight.sum(axis=1)[:, None], 0)
+        return np.asarray(np.maximum(mixed + O**2 * weight.sum(axis=1)[:, None], 0))
 
     # by Cauchy-Schwarz, sum_j w_j e_j |z_j v_j - O| <= sqrt(sum w e^2) sqrt(sum w (z v - O)^2)
     around = np.sqrt(spread(w))
@@ -167,7 +167,7 @@ def _rows(problem: Problem, at: tuple[int, ...], i: slice) -> tuple[Array, Array
     )
     if type_ == np.float64:
         O_bound, lse_bound = 2 * O_bound, 2 * lse_bound
-    stored = ml_dtypes.finfo(problem.q.dtype)
+    stored: Any = ml_dtypes.finfo(problem.q.dtype)  # type: ignore[no-untyped-call]
     if problem.q.dtype != type_:
         O_bound += float(stored.eps) / 2 * (np.abs(O) + O_bound)
         O_bound += float(stored.smallest_subnormal)
