@@ -27,5 +27,5 @@ _here = Path(__file__).parent
 _copies = _here / "_notebooks"
 shutil.rmtree(_copies, ignore_errors=True)
 shutil.copytree(
-    _here.parent / "notebooks", _copies, ignore=shutil.ignore_patterns(".ipynb_checkpoints")
+    _here.parent / "notebooks", _copies, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "*.md")
 )
