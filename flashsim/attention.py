@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from . import checks
-from .algorithms import ALGORITHMS, SHAPES, Algorithm
-from .checks import bad, bad_type
+from .algorithms import ALGORITHMS, GRADIENTS, SHAPES, Algorithm, Backward
+from .algorithms.grouped import sum_over_group
+from .checks import bad, bad_type, clamped
 from .cost.counts import Head
-from .cost.tiles import clamped, default_tiles
-from .dropout import Dropout
-from .masks import Mask, band
+from .cost.tiles import default_tiles
 from .memory import Hbm, Machine, Traffic, widened
 from .online_softmax import log, shift
+from .problem import Problem, checked
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
+class _Call:
+    """What a backward pass needs to know of the forward call."""
+
+    algorithm: str
+    convention: str
+    problem: Problem
+    limits: tuple[float, float]
+    tiles: tuple[int, int]
+    given_tiles: Any
+    saved: dict[tuple[int, ...], dict[str, Array]]  # per head: O and what else is kept
+
+
+@dataclass
 class Attention:
     """What `attention` returns.
 
@@ -37,10 +50,12 @@ class Attention:
         The most that was on chip at once.
     extra_hbm_elements : int
         HBM allocated beyond Q, K, V and O, over all heads.
-    algorithm : str
-        What ran.
-    tiles : (int, int)
-        The (Br, Bc) it ran with.
+    traffic_backward : Traffic
+        The same of the last `backward`; None before.
+    sram_peak_backward_elements, sram_peak_backward_bytes, extra_hbm_backward_elements : int
+        The same of the last `backward`; HBM beyond the inputs, what was kept, and the gradients.
+    tiles_backward : (int, int)
+        The (Br, Bc) it ran with; None before.
     """
 
     output: Array
@@ -49,8 +64,121 @@ class Attention:
     sram_peak_elements: int
     sram_peak_bytes: int
     extra_hbm_elements: int
-    algorithm: str
-    tiles: tuple[int, int]
+    call: _Call = field(repr=False)
+    traffic_backward: Traffic | None = None
+    sram_peak_backward_elements: int = 0
+    sram_peak_backward_bytes: int = 0
+    extra_hbm_backward_elements: int = 0
+    tiles_backward: tuple[int, int] | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """What ran."""
+        return self.call.algorithm
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """The (Br, Bc) it ran with."""
+        return self.call.tiles
+
+    @property
+    def kept_elements(self) -> int:
+        """HBM kept for the backward pass beyond Q, K, V and O: P, or l and m, or L."""
+        return sum(
+            a.size for kept in self.call.saved.values() for name, a in kept.items() if name != "O"
+        )
+
+    def backward(
+        self, do: Any, tiles: tuple[int, int] | None = None, *, wrt_mask: bool = False
+    ) -> tuple[Array, ...]:
+        """Gradients (dq, dk, dv) of sum(output * do), by the algorithm's own backward pass.
+
+        Parameters
+        ----------
+        do : array (..., Nq, dv)
+            Gradient with respect to the output, in the dtype of q.
+        tiles : (Br, Bc), optional
+            Need not be those of the forward pass. Default: those that `attention` was given, else
+            the "strict" ones of this pass.
+        wrt_mask : bool
+            Append the gradient with respect to a float `attn_mask`, in its shape.
+
+        Returns
+        -------
+        dq, dk, dv[, dmask] : ndarray
+            In the shapes of q, k, v (and the mask) and the dtype of q. `traffic_backward` and its
+            companions now tell of this pass.
+        """
+        call, problem = self.call, self.call.problem
+        do = _like_output(do, self.output)
+        want_mask = checks.flag("wrt_mask", wrt_mask)
+        if want_mask and (problem.array is None or problem.array.dtype == bool):
+            raise bad("wrt_mask", wrt_mask, "False, as there is no float attn_mask")
+        rows = ALGORITHMS[call.algorithm].backward
+        row = rows.get(call.convention, rows["literal"])
+        head = replace(problem.head, d_mask=problem.d_mask if want_mask else "")
+        Br, Bc = _tiles(call.given_tiles if tiles is None else tiles, row, head, *call.limits)
+        more = row.more(head, *call.limits)
+        sram, sram_bytes = call.limits
+        elide = call.convention == "elided"
+        machine = Machine(sram=sram, sram_bytes=sram_bytes, elide=elide)
+        wide, stored = widened(problem.q.dtype), problem.q.dtype
+        shared = problem.group > 1
+        gradients = {
+            name: np.full(x.shape, np.nan, wide if name in row.wide else stored)
+            for name, x in zip(GRADIENTS, (problem.q, problem.k, problem.v), strict=True)
+        }
+        d_mask = None
+        if want_mask:
+            d_mask = np.empty(problem.array_shape, wide)
+            machine.hbm(dmask=d_mask)["dmask"].fill(0)
+        parts: dict[str, list[Hbm]] = {"dK": [], "dV": []}
+        for at in np.ndindex(*problem.q.shape[:-2]):
+            key_head = (*at[:-1], at[-1] // problem.group)
+            arrays: dict[str, Any] = machine.hbm(
+                **problem.inputs(at), **call.saved[at], dO=problem.with_heads(do)[at]
+            )
+            for name in row.writes:
+                if name == "dQ" or (name in GRADIENTS and not shared):
+                    where = at if name == "dQ" else key_head
+                    arrays |= machine.hbm(**{name: gradients[name][where]})
+                else:
+                    arrays[name] = machine.allocate(name, _shape(head, name), wide)
+            with np.errstate(all="ignore"):
+                row.run(
+                    *(arrays[name] for name in (*row.reads, *row.writes)),
+                    Br=Br,
+                    Bc=Bc,
+                    scale=problem.scale,
+                    mask=problem.mask(at, machine, d_mask),
+                    drop=problem.dropout(at),
+                    **more,
+                )
+            if shared:
+                for name, group in parts.items():
+                    group.append(machine.hbm(**{name: arrays[name].data})[name])
+                    if len(group) == problem.group:
+                        total = machine.hbm(**{f"{name}_group": gradients[name][key_head]})
+                        sum_over_group(group, *total.values(), B=max(1, Bc // 2))
+                        group.clear()
+        self.traffic_backward = machine.traffic
+        self.sram_peak_backward_elements = machine.peak_elements
+        self.sram_peak_backward_bytes = machine.peak_bytes
+        self.extra_hbm_backward_elements = machine.allocated_elements
+        self.tiles_backward = Br, Bc
+        results = [problem.as_given(g.astype(stored, copy=False)) for g in gradients.values()]
+        if d_mask is not None and problem.array is not None:
+            results.append(d_mask.astype(problem.array.dtype, copy=False))
+        return tuple(results)
+
+
+def _like_output(do: Any, output: Array) -> Array:
+    given: Array = np.asarray(do)
+    if given.dtype != output.dtype:
+        raise bad_type("do.dtype", str(given.dtype), f"{output.dtype}, the dtype of the output")
+    if given.shape != output.shape:
+        raise bad("do.shape", given.shape, f"{output.shape}, the shape of the output")
+    return given
 
 
 def attention(
@@ -64,6 +192,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     attn_mask: Any = None,
     key_padding_mask: Any = None,
+    block_mask: Any = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -92,6 +221,9 @@ def attention(
         True may attend; a float is added to the scaled scores. It lives in HBM and is counted.
     key_padding_mask : bool array (batch, Nk), optional
         True for a real token. Free, and skips tiles.
+    block_mask : bool array (ceil(Nq / Br), ceil(Nk / Bc)), optional
+        True for a block of scores that is kept; needs `tiles`, the size of its blocks. Free, and
+        skips tiles. See `flashsim.layouts`.
     scale : float, optional
         Default 1 / sqrt(d).
     dropout_p : float
@@ -127,8 +259,10 @@ def attention(
     problem = checked(
         q, k, v, is_causal=is_causal, causal_align=causal_align, window=window,
         attn_mask=attn_mask, key_padding_mask=key_padding_mask, scale=scale, dropout_p=dropout_p,
-        seed=seed, enable_gqa=enable_gqa,
+        seed=seed, enable_gqa=enable_gqa, block_mask=block_mask, tiles=tiles,
     )  # fmt: skip
+    if row.needs_layout and problem.layout is None:
+        raise bad("block_mask", None, f"a block layout, for algorithm={algorithm!r}")
     head, lead = problem.head, problem.q.shape[:-2]
     Br, Bc = _tiles(tiles, row, head, limit, limit_bytes)
     more = row.more(head, limit, limit_bytes)
@@ -136,6 +270,7 @@ def attention(
     wide = widened(problem.q.dtype)
     output = np.empty((*lead, head.Nq, head.dv), wide if row.wide_output else problem.q.dtype)
     lse = np.empty((*lead, head.Nq), wide)
+    saved = {}
     for at in np.ndindex(*lead):
         arrays = _arrays(machine, row, head, output[at], wide)
         with np.errstate(all="ignore"):  # NaN and inf in the inputs show in the output
@@ -150,6 +285,9 @@ def attention(
                 **more,
             )
             lse[at] = _logsumexp(arrays)
+        reads = row.backward["literal"].reads
+        saved[at] = {name: _stored(a) for name, a in arrays.items() if name in reads}
+    call = _Call(algorithm, convention, problem, (limit, limit_bytes), (Br, Bc), tiles, saved)
     return Attention(
         output=problem.as_given(output.astype(problem.q.dtype, copy=False)),
         lse=problem.as_given(lse),
@@ -157,8 +295,7 @@ def attention(
         sram_peak_elements=machine.peak_elements,
         sram_peak_bytes=machine.peak_bytes,
         extra_hbm_elements=machine.allocated_elements,
-        algorithm=algorithm,
-        tiles=(Br, Bc),
+        call=call,
     )
 
 
@@ -198,165 +335,26 @@ def scaled_dot_product_attention(
     ).output  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Checked inputs, (*batch, heads, N, d), whatever the algorithm."""
-
-    q: Array
-    k: Array
-    v: Array
-    group: int  # query heads that share a key head
-    array: Array | None  # the mask, (*batch, heads, Nq or 1, Nk or 1)
-    real: Array | None  # (*batch, Nk)
-    lo: int
-    hi: int
-    scale: float
-    p: float
-    seed: int
-    alone: bool  # q came without a heads axis
-
-    def as_given(self, x: Array) -> Array:
-        """x (*batch, heads, ...) with the leading dimensions that q came with."""
-        return np.asarray(x[0] if self.alone else x)
-
-    @property
-    def head(self) -> Head:
-        """The sizes that all heads share; its mask has the array's shape and no rules."""
-        Nq, (Nk, dv) = self.q.shape[-2], self.v.shape[-2:]
-        first = None if self.array is None else np.empty(self.array.shape[-2:], self.array.dtype)
-        wide = widened(self.q.dtype)
-        return Head(Mask(Nq, Nk, array=first), self.q.shape[-1], dv, self.q.itemsize, wide.itemsize)
-
-    def inputs(self, at: tuple[int, ...]) -> dict[str, Array]:
-        """Q, K and V of one query head."""
-        shared = (*at[:-1], at[-1] // self.group)
-        return {"Q": self.q[at], "K": self.k[shared], "V": self.v[shared]}
-
-    def mask(self, at: tuple[int, ...], machine: Machine | None = None) -> Mask:
-        """The mask of one query head; with a machine, its array lives in that machine's HBM."""
-        array: Any = None if self.array is None else self.array[at]
-        if machine is not None and array is not None:
-            array = machine.hbm(mask=array)["mask"]
-        keys = None if self.real is None else self.real[at[:-1]]
-        Nq, Nk = self.q.shape[-2], self.k.shape[-2]
-        return Mask(Nq, Nk, lo=self.lo, hi=self.hi, keys=keys, array=array)
-
-    def dropout(self, at: tuple[int, ...]) -> Dropout:
-        """The dropout of one query head."""
-        batch = int(np.ravel_multi_index(at[:-1], self.q.shape[:-3])) if at[:-1] else 0
-        return Dropout(self.p, self.seed, batch, at[-1])
-
-
-def checked(
-    q: Any, k: Any, v: Any, *, is_causal: Any = False, causal_align: Any = "bottom-right",
-    window: Any = None, attn_mask: Any = None, key_padding_mask: Any = None, scale: Any = None,
-    dropout_p: Any = 0.0, seed: Any = 0, enable_gqa: Any = False,
-) -> Problem:  # fmt: skip
-    """Check everything that says what is to be computed, and bring it into one form."""
-    q, k, v = _floats("q", q), _floats("k", k), _floats("v", v)
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise bad_type(f"{name}.dtype", str(x.dtype), f"{q.dtype}, the dtype of q")
-        if x.ndim != q.ndim:
-            raise bad(f"{name}.shape", x.shape, f"{q.ndim} dimensions, as q has: q.shape={q.shape}")
-    alone = q.ndim == 2
-    if alone:
-        q, k, v = q[None], k[None], v[None]
-    (*batch, H, Nq, d), Nk = q.shape, k.shape[-2]
-    shared = k.shape[-3]
-    if k.shape != (*batch, shared, Nk, d):
-        raise bad("k.shape", k.shape, f"{(*batch, H, Nk, d)}, to go with q.shape={q.shape}")
-    if v.shape[:-1] != k.shape[:-1]:
-        raise bad("v.shape", v.shape, f"{k.shape[:-1]} and a width, to go with k.shape={k.shape}")
-    if shared != H and not checks.flag("enable_gqa", enable_gqa):
-        raise bad("k.shape", k.shape, f"{H} heads, as q has; fewer only with enable_gqa=True")
-    if shared != H and (shared == 0 or H % shared):
-        raise bad("k.shape", k.shape, f"a number of heads that divides the {H} of q")
-
-    window = checks.window_sides(window)
-    checks.choice("causal_align", causal_align, checks.ALIGNMENTS)
-    lo, hi = band(
-        Nq, Nk, is_causal=checks.flag("is_causal", is_causal), causal_align=causal_align,
-        window=window,
-    )  # fmt: skip
-    p = checks.number("dropout_p", dropout_p, "a probability in [0, 1)")
-    if not 0 <= p < 1:
-        raise bad("dropout_p", dropout_p, "a probability in [0, 1)")
-    return Problem(
-        q, k, v,
-        group=H // shared if shared else 1,
-        array=_mask_array(attn_mask, (*batch, H, Nq, Nk), widened(q.dtype)),
-        real=_padding(key_padding_mask, tuple(batch), Nk),
-        lo=lo,
-        hi=hi,
-        scale=checks.number(
-            "scale", d**-0.5 if scale is None else scale, "a finite number, or None for 1/sqrt(d)"
-        ),
-        p=p,
-        seed=checks.integer("seed", seed, 0, 2**64),
-        alone=alone,
-    )  # fmt: skip
-
-
-def _floats(name: str, given: Any) -> Array:
-    x: Array = np.asarray(given)
-    if x.dtype.name not in checks.FLOATS:
-        raise bad_type(f"{name}.dtype", str(x.dtype), "one of " + ", ".join(checks.FLOATS))
-    if x.ndim < 2:
-        raise bad(f"{name}.shape", x.shape, "at least two dimensions, (..., N, d)")
-    if x.shape[-1] == 0:
-        raise bad(f"{name}.shape", x.shape, "a width of at least 1 in the last dimension")
-    return x
-
-
-def _mask_array(attn_mask: Any, shape: tuple[int, ...], wide: np.dtype[Any]) -> Array | None:
-    """attn_mask as (*batch, heads, Nq or 1, Nk or 1)."""
-    if attn_mask is None:
-        return None
-    array = np.asarray(attn_mask)
-    if array.dtype != bool and (
-        array.dtype.name not in checks.FLOATS or np.promote_types(array.dtype, wide) != wide
-    ):
-        accepted = "bool, or a float no wider than the scores, " + str(wide)
-        raise bad_type("attn_mask.dtype", str(array.dtype), accepted)
-    array = array.reshape((1,) * (2 - array.ndim) + array.shape)
-    try:
-        fits = np.broadcast_shapes(array.shape, shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise bad("attn_mask.shape", np.shape(attn_mask), f"what broadcasts to {shape}")
-    return np.broadcast_to(array, (*shape[:-2], *array.shape[-2:]))
-
-
-def _padding(key_padding_mask: Any, batch: tuple[int, ...], Nk: int) -> Array | None:
-    """key_padding_mask as (*batch, Nk)."""
-    if key_padding_mask is None:
-        return None
-    real = np.asarray(key_padding_mask)
-    if real.dtype != bool:
-        raise bad_type("key_padding_mask.dtype", str(real.dtype), "bool, True for a real token")
-    if real.shape != (*batch, Nk) and (batch or real.shape != (1, Nk)):
-        raise bad("key_padding_mask.shape", real.shape, f"{(*batch, Nk)}, the batch and the keys")
-    return real.reshape(*batch, Nk)
-
-
 def _tiles(
-    tiles: Any, row: Algorithm, head: Head, sram: float, sram_bytes: float
+    tiles: Any, row: Algorithm | Backward, head: Head, sram: float, sram_bytes: float
 ) -> tuple[int, int]:
     if tiles is None:
         return default_tiles(row, head, sram, sram_bytes)
     return clamped(checks.pair_of_tiles(tiles), head.Nq, head.Nk)
 
 
+def _shape(head: Head, name: str) -> tuple[int, ...]:
+    sizes = {"Nq": head.Nq, "Nk": head.Nk, "d": head.d, "dv": head.dv}
+    return tuple(sizes[symbol] for symbol in SHAPES[name])
+
+
 def _arrays(
     machine: Machine, row: Algorithm, head: Head, output: Array, wide: np.dtype[Any]
 ) -> dict[str, Any]:
     """What one head's run writes, in the order of the algorithm's signature; NaN until written."""
-    sizes = {"Nq": head.Nq, "Nk": head.Nk, "dv": head.dv}
     arrays: dict[str, Any] = {}
     for name in row.arrays:
-        shape = tuple(sizes[symbol] for symbol in SHAPES[name])
+        shape = _shape(head, name)
         if name == "O":
             output.fill(np.nan)
             arrays[name] = machine.hbm(O=output)["O"]
@@ -367,10 +365,14 @@ def _arrays(
     return arrays
 
 
+def _stored(A: Any) -> Array:
+    """What lies in HBM under A, an Hbm array or a plain one; a look that is not counted."""
+    return np.asarray(A.data if isinstance(A, Hbm) else A)
+
+
 def _logsumexp(arrays: dict[str, Any]) -> Array:
-    """L, or what FlashAttention's statistics say it is; this look at HBM is not counted."""
+    """L, or what FlashAttention's statistics say it is."""
     if "L" in arrays:
-        L = arrays["L"]
-        return np.asarray(L.data if isinstance(L, Hbm) else L)
-    m, l = arrays["m"].data, arrays["l"].data
+        return _stored(arrays["L"])
+    m, l = _stored(arrays["m"]), _stored(arrays["l"])
     return np.asarray(shift(m) + log(l))

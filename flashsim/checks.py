@@ -91,3 +91,9 @@ def window_sides(value: Any) -> tuple[int | None, int | None] | None:
         None if side is None else integer(f"window[{n}]", side, 0) for n, side in enumerate(value)
     )
     return left, right
+
+
+def clamped(tiles: tuple[int, ...], Nq: int, Nk: int) -> tuple[int, int]:
+    """Tiles no longer than what they tile (and at least 1, when there is nothing to tile)."""
+    Br, Bc = tiles
+    return max(1, min(Br, Nq)), max(1, min(Bc, Nk))

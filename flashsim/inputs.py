@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from . import checks
-from .attention import checked
 from .cost.io import DTYPES
+from .problem import checked
 
 Array = np.ndarray[Any, Any]
 

@@ -1,15 +1,16 @@
 """Which scores count. Rules are free and skip tiles; an array lives in HBM and is counted.
 
-A `Mask` covers one head. Its rules (a diagonal band for causal and window, key padding) say of a
-tile whether it is empty (not visited, not loaded), full (no mask work) or partial. An array mask is
-data: its tiles are read, and it never skips one, or counts would depend on values.
+A `Mask` covers one head. Its rules (a diagonal band for causal and window, key padding, a block
+layout) say of a tile whether it is empty (not visited, not loaded), full (no mask work) or partial.
+An array mask is data: its tiles are read, and it never skips one, or counts would depend on values.
 
 A masked score is -inf and contributes exactly nothing; no finite number stands in for -inf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,25 @@ def band(
     return lo, min(hi, offset) if is_causal else hi
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A block layout: keep (block rows, block columns), bool, over blocks of Br x Bc scores."""
+
+    keep: Array
+    Br: int
+    Bc: int
+
+    def over(self, i: slice, j: slice) -> Array:
+        """The blocks that rows i and columns j overlap."""
+        rows = slice(i.start // self.Br, -(-i.stop // self.Br))
+        return np.asarray(self.keep[rows, j.start // self.Bc : -(-j.stop // self.Bc)])
+
+    def scores(self, i: slice, j: slice) -> Array:
+        """Bool (rows, columns): True where the score's block is kept."""
+        rows = np.arange(i.start, i.stop) // self.Br
+        return np.asarray(self.keep[rows[:, None], np.arange(j.start, j.stop) // self.Bc])
+
+
 class Mask:
     """The scores of one head, (Nq, Nk), that count.
 
@@ -50,10 +70,14 @@ class Mask:
         Query i sees keys i + lo .. i + hi (see `band`).
     keys : bool (Nk,), optional
         True for a real key, False for padding.
+    layout : Layout, optional
+        Blocks of scores that are kept; the others are masked.
     array : bool or float (Nq or 1, Nk or 1), ndarray or Hbm, optional
         True may attend; a float is added to the scores, -inf masks.
     d_array : float, the shape of `array`, ndarray or Hbm, optional
         Where a backward pass adds up the gradient with respect to a float array.
+    d_shared : bool
+        Other heads add to the same `d_array`.
     """
 
     def __init__(
@@ -64,10 +88,13 @@ class Mask:
         lo: int | None = None,
         hi: int | None = None,
         keys: Array | None = None,
+        layout: Layout | None = None,
         array: Array | Hbm | None = None,
         d_array: Array | Hbm | None = None,
+        d_shared: bool = False,
     ) -> None:
-        self.Nq, self.Nk, self.array, self.d_array = Nq, Nk, array, d_array
+        self.Nq, self.Nk, self.layout, self.array = Nq, Nk, layout, array
+        self.d_array, self.d_shared = d_array, d_shared
         self.lo = -(Nq + Nk) if lo is None else lo
         self.hi = Nq + Nk if hi is None else hi
         self.keys = None if keys is None or keys.all() else keys
@@ -81,13 +108,31 @@ class Mask:
 
     def empty(self, i: slice, j: slice) -> bool:
         """True if the rules mask every score of rows i and columns j."""
+        if self.layout is None:
+            return self._empty(i, j)
+        return all(self._empty(a, b) for a, b in self._kept_parts(self.layout, i, j))
+
+    def _empty(self, i: slice, j: slice) -> bool:
+        """`empty` by band and padding alone."""
         first, stop = max(j.start, i.start + self.lo), min(j.stop, i.stop + self.hi)
         return first >= stop or self._live(first, stop) == 0
+
+    def _kept_parts(self, layout: Layout, i: slice, j: slice) -> Iterator[tuple[slice, slice]]:
+        """The parts of rows i and columns j that lie in one kept block each."""
+        kept = layout.over(i, j)
+        for a, b in zip(*np.nonzero(kept), strict=True):
+            row, column = a + i.start // layout.Br, b + j.start // layout.Bc
+            yield (
+                slice(max(i.start, row * layout.Br), min(i.stop, (row + 1) * layout.Br)),
+                slice(max(j.start, column * layout.Bc), min(j.stop, (column + 1) * layout.Bc)),
+            )
 
     def full(self, i: slice, j: slice) -> bool:
         """True if the rules mask no score of rows i and columns j."""
         inside = j.start >= i.stop - 1 + self.lo and j.stop - 1 <= i.start + self.hi
-        return bool(inside and self._live(j.start, j.stop) == j.stop - j.start)
+        if not inside or self._live(j.start, j.stop) != j.stop - j.start:
+            return False
+        return self.layout is None or bool(self.layout.over(i, j).all())
 
     def _live(self, first: int, stop: int) -> int:
         if self.live_before is None:
@@ -106,6 +151,10 @@ class Mask:
         """`where` of an outer loop over key tiles: whether any query needs tile j."""
         return self.Nq > 0 and not self.empty(slice(0, self.Nq), j)
 
+    def first(self, i: slice, j: slice) -> bool:
+        """Whether the query tile i visits no key tile before j."""
+        return self.empty(i, slice(0, j.start))
+
     def tile(self, i: slice, j: slice) -> MaskTile:
         """The mask of rows i and columns j; loads the array's tile, if there is an array."""
         return MaskTile(
@@ -116,6 +165,20 @@ class Mask:
         """Where the array has rows i and columns j: a broadcast side is its only row or column."""
         tall, broad = self.own_sides
         return i if tall else slice(0, 1), j if broad else slice(0, 1)
+
+    def add_gradient(self, dS: Array, i: slice, j: slice) -> Array:
+        """Add dS (rows i, columns j) to the array's gradient, if asked for; returns dS.
+
+        A tile that is nobody else's is written once, one that is broadcast adds up in HBM.
+        """
+        if self.d_array is not None:
+            place, own = self.place(i, j), self.own_sides
+            if all(own) and not self.d_shared:
+                self.d_array[place] = dS
+            else:
+                spread = tuple(axis for axis in (0, 1) if not own[axis])
+                self.d_array[place] = load(self.d_array, place) + dS.sum(axis=spread, keepdims=True)
+        return dS
 
     @property
     def own_sides(self) -> tuple[bool, bool]:
@@ -140,6 +203,8 @@ class MaskTile:
             keep &= (ahead >= mask.lo) & (ahead <= mask.hi)
         if mask.keys is not None:
             keep &= mask.keys[j]
+        if mask.layout is not None:
+            keep &= mask.layout.scores(i, j)
         if self.loaded is not None:
             keep &= self.loaded if self.loaded.dtype == bool else self.loaded != -np.inf
         return keep
@@ -157,22 +222,12 @@ class MaskTile:
         """`keep` of the transposed tile (columns, rows)."""
         return self.keep().T
 
-    def gradient(self, dS: Array) -> Array:
-        """dS (rows, columns) with 0 where masked, in place: a masked score takes no gradient.
-
-        Adds the tile to the gradient of the mask's array, where that is asked for.
-        """
+    def cleared(self, dS: Array) -> Array:
+        """dS (rows, columns) with 0 where masked, in place: a masked score takes no gradient."""
         if self.loaded is not None or not self.mask.full(self.i, self.j):
             np.copyto(dS, 0, where=~self.keep())
-        if self.mask.d_array is not None:
-            self._accumulate(self.mask.d_array, dS)
         return dS
 
-    def _accumulate(self, d_array: Any, dS: Array) -> None:
-        """A tile that stands for itself is written once; one that is broadcast adds up in HBM."""
-        place, own = self.mask.place(self.i, self.j), self.mask.own_sides
-        if all(own):
-            d_array[place] = dS
-        else:
-            spread = tuple(axis for axis in (0, 1) if not own[axis])
-            d_array[place] = load(d_array, place) + dS.sum(axis=spread, keepdims=True)
+    def gradient(self, dS: Array) -> Array:
+        """`cleared`, and added to the gradient of the mask's array, where that is asked for."""
+        return self.mask.add_gradient(self.cleared(dS), self.i, self.j)

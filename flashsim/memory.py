@@ -251,7 +251,7 @@ class Hbm(NDArrayOperatorsMixin):
                 f"{self.name}[{_text(where)}] has shape {view.shape}, the tile to store has shape "
                 f"{np.shape(value)}"
             )
-        view[...] = value
+        self.data[where] = value
         if self.untouched is not None:
             self.untouched[where] = False
         self._wrote(where, view.size)

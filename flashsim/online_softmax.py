@@ -93,3 +93,9 @@ def weigh(P: Array, V: Array, live: Callable[[], Array]) -> Array:
         rows = keep[:, k]
         out[rows] += P[rows, k, None] * V[k]
     return out
+
+
+def softmax_gradient(P: Array, dP: Array, D: Array) -> Array:
+    """dS = P ∘ (dP - D) row by row, with D (rows,) = rowsum(P ∘ dP); overwrites dP."""
+    dP -= D[:, None]
+    return np.multiply(P, dP, out=dP)

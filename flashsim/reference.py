@@ -27,8 +27,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .attention import Problem, checked
 from .memory import widened
+from .problem import Problem, checked
 
 Array = np.ndarray[Any, Any]
 
@@ -76,7 +76,7 @@ def exact(q: Any, k: Any, v: Any, **what: Any) -> Exact:
     q, k, v : array (..., Nq, d), (..., Nk, d), (..., Nk, dv)
     **what
         is_causal, causal_align, window, attn_mask, key_padding_mask, scale, dropout_p, seed,
-        enable_gqa: what is to be computed.
+        enable_gqa, block_mask (with `tiles`, the size of its blocks): what is to be computed.
 
     Notes
     -----
@@ -86,104 +86,240 @@ def exact(q: Any, k: Any, v: Any, **what: Any) -> Exact:
     lead, head = problem.q.shape[:-2], problem.head
     outputs = np.empty((2, *lead, head.Nq, head.dv))
     lses = np.empty((2, *lead, head.Nq))
-    rows = max(1, 2**21 // max(1, head.Nk))
+    chunk = max(1, 2**21 // max(1, head.Nk))
     with np.errstate(all="ignore"):
         for at in np.ndindex(*lead):
-            for start in range(0, head.Nq, rows):
-                i = slice(start, min(start + rows, head.Nq))
-                here = (slice(None), *at, i)
-                outputs[here], lses[here] = _rows(problem, at, i)
+            for start in range(0, head.Nq, chunk):
+                i = slice(start, min(start + chunk, head.Nq))
+                rows, here = _Rows(problem, at, i), (slice(None), *at, i)
+                outputs[here], lses[here] = rows.output(), rows.lse()
     given = problem.as_given
     return Exact(given(outputs[0]), given(lses[0]), given(outputs[1]), given(lses[1]))
 
 
-def _rows(problem: Problem, at: tuple[int, ...], i: slice) -> tuple[Array, Array]:
-    """(output, its bound) and (lse, its bound) of rows i of one head."""
-    Q, K, V = (x.astype(np.float64) for x in problem.inputs(at).values())
-    Q, (Nk, d) = Q[i], K.shape
-    tile = problem.mask(at).tile(i, slice(0, Nk))
-    live = np.broadcast_to(tile.keep(), (len(Q), Nk))
-    S = Q @ K.T * problem.scale
-    if tile.loaded is not None and tile.loaded.dtype != bool:
-        S = S + tile.loaded
-    S = np.where(live, S, -np.inf)
-    m = S.max(axis=1, initial=-np.inf)[:, None]
-    m = np.where(m == -np.inf, 0, m)
-    P = np.exp(S - m)
-    l = P.sum(axis=1)
-    w = P / np.where(l == 0, 1, l)[:, None]
-    z = problem.dropout(at).keep(i, slice(0, Nk)) / (1 - problem.p) if problem.p else 1.0
-    finite = np.asarray(np.isfinite(V).all(axis=1))
-    V0 = np.where(finite[:, None], V, 0)
-    O = (w * z) @ V0
-    for k in np.flatnonzero(~finite):
-        O += np.where(live[:, k, None], (w * z)[:, k, None] * V[k], 0)
-    lse = np.log(l) + m[:, 0]
+class _Rows:
+    """Some query rows of one head in float64: weights, output, lse, and how far each may be off."""
 
-    type_ = widened(problem.q.dtype)
-    u = float(np.finfo(type_).eps) / 2
-    A = np.where(live, np.abs(Q) @ np.abs(K).T, 0) * abs(problem.scale)
-    s, fall = np.where(live, np.abs(S), 0), np.where(live, m - S, 0)
-    dot = LAMBDA * np.sqrt(d + 1) * A  # of a score, in units of u
-    common = EXP_ULPS + 2 * s + fall  # of a weight besides, in units of u
+    def __init__(self, problem: Problem, at: tuple[int, ...], i: slice) -> None:
+        Q, self.K, self.V = (x.astype(np.float64) for x in problem.inputs(at).values())
+        self.problem, self.Q, (Nk, d) = problem, Q[i], self.K.shape
+        self.type = widened(problem.q.dtype)
+        self.u = float(np.finfo(self.type).eps) / 2
+        tile = problem.mask(at).tile(i, slice(0, Nk))
+        self.live = np.broadcast_to(tile.keep(), (len(self.Q), Nk))
+        S = self.Q @ self.K.T * problem.scale
+        if tile.loaded is not None and tile.loaded.dtype != bool:
+            S = S + tile.loaded
+        self.S = np.where(self.live, S, -np.inf)
+        m = self.S.max(axis=1, initial=-np.inf)
+        self.m = np.where(m == -np.inf, 0, m)[:, None]
+        P = np.exp(self.S - self.m)
+        self.l = P.sum(axis=1)
+        self.w = P / np.where(self.l == 0, 1, self.l)[:, None]
+        keep = problem.dropout(at).keep(i, slice(0, Nk)) if problem.p else np.float64(1)
+        self.z = keep / (1 - problem.p)
+        self.finite = np.asarray(np.isfinite(self.V).all(axis=1))
+        self.V0 = np.where(self.finite[:, None], self.V, 0)
+        self.O = (self.w * self.z) @ self.V0
+        for k in np.flatnonzero(~self.finite):
+            wz = (self.w * self.z)[:, k, None]
+            self.O += np.where(self.live[:, k, None], wz * self.V[k], 0)
 
-    def spread(weight: Array) -> Array:
-        """sum_j weight_j (z_j v_j - O)^2, at least 0."""
-        mixed = (weight * z * z) @ V0**2 - 2 * O * ((weight * z) @ V0)
-        return np.asarray(np.maximum(mixed + O**2 * weight.sum(axis=1)[:, None], 0))
+        # Relative error of a weight, in units of u: of its score, and the rest.
+        A = np.where(self.live, np.abs(self.Q) @ np.abs(self.K).T, 0) * abs(problem.scale)
+        self.worst = (d + 1) * A
+        self.dot = LAMBDA * np.sqrt(d + 1) * A
+        self.fall = np.where(self.live, self.m - self.S, 0)
+        self.common = EXP_ULPS + 2 * np.where(self.live, np.abs(self.S), 0) + self.fall
+        records = self.S[:, 1:] > np.maximum.accumulate(self.S, axis=1)[:, :-1]
+        self.rescales = LAMBDA * EXP_ULPS * np.sqrt(records.sum(axis=1))
+        self.rescales += self.fall.max(axis=1, initial=0)
 
-    # by Cauchy-Schwarz, sum_j w_j e_j |z_j v_j - O| <= sqrt(sum w e^2) sqrt(sum w (z v - O)^2)
-    around = np.sqrt(spread(w))
-    linear = np.sqrt((w * common**2).sum(axis=1))[:, None] * around
-    dots = np.minimum(
-        np.sqrt(spread((w * dot) ** 2)),
-        np.sqrt((w * ((d + 1) * A) ** 2).sum(axis=1))[:, None] * around,
-    )
-    dots_lse = np.minimum(np.sqrt(((w * dot) ** 2).sum(axis=1)), (w * (d + 1) * A).sum(axis=1))
+        # l up to each block's end, in units of l, and the root of its squares over all keys.
+        mass = [self.w[:, b].sum(axis=1) for b in _blocks(Nk)]
+        self.mass = np.cumsum(mass, axis=0).reshape(len(mass), len(self.w))
+        self.sums = np.sqrt(-(-Nk // max(1, len(mass))) * (self.mass**2).sum(axis=0))
 
-    before, inside, mass = _prefixes(w * z, w, V0, O)
-    steps = -(-Nk // max(1, len(mass)))  # keys a block
-    records = (S[:, 1:] > np.maximum.accumulate(S, axis=1)[:, :-1]).sum(axis=1)
-    rescales = LAMBDA * EXP_ULPS * np.sqrt(records) + fall.max(axis=1, initial=0)
-    moved = np.abs(before - O * mass[..., None])
-    apart = moved.max(axis=0, initial=0) + inside.max(axis=0, initial=0)
-    partial = np.sqrt(steps * ((np.abs(before) + inside) ** 2).sum(axis=0))
-    sums = np.sqrt(steps * (mass**2).sum(axis=0))
+    def output(self) -> tuple[Array, Array]:
+        """The output and its bound, (rows, dv)."""
+        w, z, V, O = self.w, self.z, self.V0, self.O
 
-    tiny = Nk * float(np.finfo(type_).tiny)
-    O_bound = u * (
-        linear
-        + dots
-        + rescales[:, None] * apart
-        + LAMBDA * (3 * partial + 2 * sums[:, None] * np.abs(O))
-        + 4 * np.abs(O)
-    ) + tiny * (1 + np.abs(V0).max(initial=0))
-    lse_bound = u * (
-        (w * common).sum(axis=1)
-        + dots_lse
-        + rescales
-        + LAMBDA * 2 * sums
-        + 2 * (np.abs(lse) + np.abs(m[:, 0]) + np.abs(np.log(l)))
-    )
-    if type_ == np.float64:
-        O_bound, lse_bound = 2 * O_bound, 2 * lse_bound
-    stored: Any = ml_dtypes.finfo(problem.q.dtype)  # type: ignore[no-untyped-call]
-    if problem.q.dtype != type_:
-        O_bound += float(stored.eps) / 2 * (np.abs(O) + O_bound)
-        O_bound += float(stored.smallest_subnormal)
-    return np.stack([O, O_bound]), np.stack([lse, lse_bound])
+        def spread(weight: Array) -> Array:
+            """sum_j weight_j (z_j v_j - O)^2, at least 0."""
+            mixed = (weight * z * z) @ V**2 - 2 * O * ((weight * z) @ V)
+            return np.asarray(np.maximum(mixed + O**2 * weight.sum(axis=1)[:, None], 0))
+
+        # by Cauchy-Schwarz, sum_j w_j e_j |z_j v_j - O| <= sqrt(sum w e^2) sqrt(sum w (z v - O)^2)
+        around = np.sqrt(spread(w))
+        linear = np.sqrt((w * self.common**2).sum(axis=1))[:, None] * around
+        dots = np.minimum(
+            np.sqrt(spread((w * self.dot) ** 2)),
+            np.sqrt((w * self.worst**2).sum(axis=1))[:, None] * around,
+        )
+        before, inside, size = _prefixes(w * z, V)
+        mass = self.mass
+        moved = np.abs(before - O * mass[..., None])
+        apart = moved.max(axis=0, initial=0) + inside.max(axis=0, initial=0)
+        bound = self.u * (
+            linear
+            + dots
+            + self.rescales[:, None] * apart
+            + LAMBDA * (3 * _steps(before, inside, size) + 2 * self.sums[:, None] * np.abs(O))
+            + 4 * np.abs(O)
+        ) + self.tiny() * (1 + np.abs(V).max(initial=0))
+        return O, _stored(self.problem, self.problem.q.dtype, O, bound)
+
+    def lse(self) -> tuple[Array, Array]:
+        """The lse and its bound, (rows,)."""
+        lse = np.log(self.l) + self.m[:, 0]
+        w = self.w
+        dots = np.minimum(np.sqrt(((w * self.dot) ** 2).sum(axis=1)), (w * self.worst).sum(axis=1))
+        bound = self.u * (
+            (w * self.common).sum(axis=1)
+            + dots
+            + self.rescales
+            + LAMBDA * 2 * self.sums
+            + 2 * (np.abs(lse) + np.abs(self.m[:, 0]) + np.abs(np.log(self.l)))
+        )
+        return lse, 2 * bound if self.type == np.float64 else bound
+
+    def tiny(self) -> float:
+        """What underflow may take from a sum over the keys."""
+        return len(self.V) * float(np.finfo(self.type).tiny)
 
 
-def _prefixes(wz: Array, w: Array, V: Array, O: Array) -> tuple[Array, Array, Array]:
-    """Sums over the keys up to each of at most PREFIXES ends.
+def _stored(problem: Problem, dtype: np.dtype[Any], x: Array, bound: Array) -> Array:
+    """The bound of x once stored in dtype; of two runs if q is float64, as the reference is."""
+    wide = widened(problem.q.dtype)
+    if wide == np.float64:
+        bound = 2 * bound
+    if dtype == wide:
+        return bound
+    limits: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    half = float(limits.eps) / 2 * (np.abs(x) + bound)
+    return np.asarray(bound + half + float(limits.smallest_subnormal))
 
-    Of w z v (blocks, rows, dv); of |w z v| inside the last block alone; of w (blocks, rows).
+
+def _blocks(n: int) -> list[slice]:
+    """At most PREFIXES blocks that cover n."""
+    edges = np.unique(np.linspace(0, n, PREFIXES + 1).round().astype(int))
+    return [slice(a, b) for a, b in pairwise(edges)]
+
+
+def _prefixes(w: Array, V: Array) -> tuple[Array, Array, int]:
+    """Sums of w v over the keys up to each block's end, of |w v| in it alone, and keys a block."""
+    blocks = _blocks(len(V))
+    shape = (len(blocks), len(w), V.shape[1])
+    before = np.cumsum([w[:, b] @ V[b] for b in blocks], axis=0).reshape(shape)
+    inside = np.array([np.abs(w[:, b]) @ np.abs(V[b]) for b in blocks]).reshape(shape)
+    return before, inside, -(-len(V) // max(1, len(blocks)))
+
+
+def _steps(before: Array, inside: Array, size: int) -> Array:
+    """Square root of the summed squares of all partial sums."""
+    return np.asarray(np.sqrt(size * ((np.abs(before) + inside) ** 2).sum(axis=0)))
+
+
+@dataclass(frozen=True)
+class ExactGradients:
+    """float64 gradients of sum(output * do), and the error that a run may have in each.
+
+    values, bounds: by name, "dq", "dk", "dv" and, with a float attn_mask, "dmask".
     """
-    edges = np.unique(np.linspace(0, len(V), PREFIXES + 1).round().astype(int))
-    blocks = [slice(a, b) for a, b in pairwise(edges)]
-    if not blocks:
-        return np.zeros((0, *O.shape)), np.zeros((0, *O.shape)), np.zeros((0, len(O)))
-    before = np.cumsum([wz[:, b] @ V[b] for b in blocks], axis=0)
-    inside = np.stack([wz[:, b] @ np.abs(V[b]) for b in blocks])
-    mass = np.cumsum([w[:, b].sum(axis=1) for b in blocks], axis=0)
-    return before, inside, mass
+
+    values: dict[str, Array]
+    bounds: dict[str, Array]
+
+    def ratios(self, gradients: Any) -> dict[str, float]:
+        """The largest error / bound of each gradient, given in the order of `values`."""
+        names = list(self.values)[: len(gradients)]
+        return {
+            name: _ratio(x, self.values[name], self.bounds[name])
+            for name, x in zip(names, gradients, strict=True)
+        }
+
+
+def exact_gradients(q: Any, k: Any, v: Any, do: Any, **what: Any) -> ExactGradients:
+    """float64 gradients and their error bounds; arguments as in `exact`, and do (..., Nq, dv).
+
+    The gradient through the softmax is dS = P (dP - D), with dP = do v^T and D = rowsum(do O). What
+    is off in P, dP and D comes from `exact`; a backward pass that knows only the lse recomputes
+    P = exp(s - lse) and so has, besides, the lse's own error and rounding in a whole row: for large
+    logits that is |lse| units in the last place. What a row has in common moves dq by e dq and
+    adds up over independent rows in dk, dv.
+    """
+    problem = checked(q, k, v, **what)
+    dO = problem.with_heads(np.asarray(do, np.float64))
+    shapes = {"dq": problem.q.shape, "dk": problem.k.shape, "dv": problem.v.shape}
+    if problem.array is not None and problem.array.dtype != bool:
+        shapes["dmask"] = problem.array_shape
+    sums = {name: np.zeros((2, *shape)) for name, shape in shapes.items()}
+    with np.errstate(all="ignore"):
+        for at in np.ndindex(*problem.q.shape[:-2]):
+            shared = (*at[:-1], at[-1] // problem.group)
+            for name, (x, bound) in _gradients(problem, at, dO[at]).items():
+                for total, part in zip(sums.get(name, ()), (x, bound), strict=False):
+                    if name == "dmask":
+                        mine = problem.own_part(total, at)
+                        wide = tuple(n for n in (0, 1) if mine.shape[n] != part.shape[n])
+                        mine += part.sum(axis=wide, keepdims=True)
+                    else:
+                        total[at if name == "dq" else shared] += part
+    values, bounds = {}, {}
+    for name, (x, bound) in sums.items():
+        kept = problem.q.dtype
+        if name == "dmask" and problem.array is not None:
+            kept = problem.array.dtype
+        bound = _stored(problem, kept, x, bound)
+        values[name], bounds[name] = (
+            (x, bound) if name == "dmask" else (problem.as_given(x), problem.as_given(bound))
+        )
+    return ExactGradients(values, bounds)
+
+
+def _gradients(problem: Problem, at: tuple[int, ...], dO: Array) -> dict[str, tuple[Array, Array]]:
+    """Each gradient of one head, and its bound before it is stored."""
+    head = _Rows(problem, at, slice(0, problem.q.shape[-2]))
+    w, z, u, dv = head.w, head.z, head.u, head.V.shape[1]
+    O_bound, (lse, lse_bound) = head.output()[1], head.lse()
+    finite = np.asarray(np.isfinite(head.K).all(axis=1))
+    K = np.where(finite[:, None], head.K, 0)
+    dP = np.where(head.live, z * (dO @ head.V.T), 0)
+    D = (dO * head.O).sum(axis=1)
+    G = dP - D[:, None]
+    dS = np.where(head.live, w * G, 0)
+
+    # Errors: independent ones (in squares), their worst case, and what a row has in common.
+    P_free = u * w * (head.dot / LAMBDA + head.common)
+    P_worst = u * w * (head.worst + head.common)
+    P_row = np.where(np.isfinite(lse), lse_bound + 2 * u * np.abs(lse), 0)
+    products = u * z * (np.abs(dO) @ np.abs(head.V0).T)
+    dS_free = P_free * np.abs(G) + w * np.sqrt(dv + 1) * products + 3 * u * np.abs(dS)
+    dS_worst = P_worst * np.abs(G) + w * (dv + 1) * products + 3 * u * np.abs(dS)
+    D_row = (np.abs(dO) * O_bound).sum(axis=1) + u * (dv + 1) * (np.abs(dO * head.O)).sum(axis=1)
+    dS_row = np.abs(dS) * P_row[:, None] + w * D_row[:, None]
+
+    def product(E: Array, X: Array, free: Array, worst: Array) -> tuple[Array, Array]:
+        """E X and its bound, where E is off by `free` independently, at worst by `worst`."""
+        off = np.minimum(worst @ np.abs(X), LAMBDA * np.sqrt(free**2 @ X**2))
+        before, inside, size = _prefixes(E, X)
+        result = E @ X
+        return result, off + u * (3 * LAMBDA * _steps(before, inside, size) + 4 * np.abs(result))
+
+    dV, dV_off = product(
+        (w * z).T,
+        dO,
+        (z * (P_free + w * P_row[:, None])).T,
+        (z * (P_worst + w * P_row[:, None])).T,
+    )
+    dQ, dQ_off = product(dS, K, dS_free, dS_worst)
+    dQ_off = dQ_off + P_row[:, None] * np.abs(dQ) + D_row[:, None] * np.abs(w @ K)
+    dK, dK_off = product(dS.T, head.Q, (dS_free + dS_row).T, (dS_worst + dS_row).T)
+    tiny = head.tiny() * (1 + np.abs(dO).max(initial=0) * (1 + np.abs(head.V0).max(initial=0)))
+    scale = abs(problem.scale)
+    return {
+        "dq": (problem.scale * dQ, scale * (dQ_off + u * np.abs(dQ)) + tiny),
+        "dk": (problem.scale * dK, scale * (dK_off + u * np.abs(dK)) + tiny),
+        "dv": (dV, dV_off + tiny),
+        "dmask": (dS, np.minimum(dS_worst, LAMBDA * dS_free) + dS_row + tiny),
+    }

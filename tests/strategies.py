@@ -8,10 +8,22 @@ from hypothesis import strategies as st
 
 from flashsim.algorithms import ALGORITHMS
 
-VARIANTS = [(name, c) for name, row in ALGORITHMS.items() for c in row.conventions]
+VARIANTS = [
+    (name, convention)
+    for name, row in ALGORITHMS.items()
+    if not row.needs_layout and not row.forward_of
+    for convention in row.conventions
+]
+BACKWARDS = [
+    (name, convention)
+    for name, row in ALGORITHMS.items()
+    if not row.needs_layout
+    for convention in row.backward
+]
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 
 variants = st.sampled_from(VARIANTS)
+backwards = st.sampled_from(BACKWARDS)
 blocks = st.integers(1, 40)
 tilings = st.tuples(blocks, blocks)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import flashsim as fs
 from flashsim import memory
 from flashsim.algorithms import ALGORITHMS, flash1, flash2, standard
-from flashsim.attention import checked
 from flashsim.cost.io import expected_cost
+from flashsim.problem import checked
 from strategies import DTYPES, Call, calls, tilings, variants
 
 

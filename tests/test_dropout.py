@@ -97,3 +97,28 @@ def test_dropping_is_in_place_unless_the_tile_is_read_only():
     assert drop(P, i, j) is not P
     assert (P == 1).all()
     assert Dropout(0.0, 0, 0, 0)(P, i, j) is P
+
+
+def test_the_threshold_is_p_2_to_the_32_rounded_down_and_reaching_it_is_to_be_kept():
+    word = int(philox4x32((0, 0, 0, 0), 7)[0])
+    for p, kept in ((word, True), (word + 0.5, True), (word + 1, False), (word - 1, True)):
+        keep = Dropout(p / 2**32, 7, 0, 0).keep(slice(0, 1), slice(0, 1))
+        assert keep.tolist() == [[kept]]
+
+
+@pytest.mark.parametrize("algorithm, convention", VARIANTS)
+def test_items_are_numbered_through_all_leading_dimensions_and_heads_are_those_of_q(
+    algorithm, convention
+):
+    """(2, 3) items of 4 heads, in pairs on 2 key heads: item (1, 2) is number 5, head 3 is 3."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 3, 4, 8, 4), dtype=np.float32)
+    k = rng.standard_normal((2, 3, 2, 8, 4), dtype=np.float32)
+    v = np.broadcast_to(np.eye(8, dtype=np.float32), (2, 3, 2, 8, 8))
+    out = fs.attention(
+        q, k, v, algorithm=algorithm, convention=convention, enable_gqa=True, tiles=(3, 5),
+        dropout_p=0.5, seed=4,
+    )  # fmt: skip
+    for a, b, h in np.ndindex(2, 3, 4):
+        keep = Dropout(0.5, 4, 3 * a + b, h).keep(slice(0, 8), slice(0, 8))
+        assert np.array_equal(out.output[a, b, h] == 0, ~keep)

@@ -1,12 +1,15 @@
 """Every algorithm against float64, within a bound computed from the inputs over visible keys."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import event, given, target
 from hypothesis import strategies as st
 
 import flashsim as fs
-from flashsim.algorithms import flash1, flash2, standard
+from flashsim.algorithms import ALGORITHMS, flash1, flash2, standard
+from flashsim.cost.io import expected_cost
 from flashsim.online_softmax import exp
 from flashsim.reference import exact
 from strategies import DTYPES, VARIANTS, Call, calls, tilings, variants, visible
@@ -146,3 +149,19 @@ def test_float64_stays_float64(call, variant, tiles):
     assert out.output.dtype == out.lse.dtype == np.float64
     ref = exact(*call, **call.what)
     assert ref.output_ratio(out.output) <= 1
+
+
+@given(calls(dtypes=DTYPES), tilings)
+def test_a_softmax_in_two_passes_is_as_exact_and_as_counted(call, tiles):
+    """Standard attention where not even one row of S fits on chip, whatever the budget."""
+    in_two_passes = dataclasses.replace(ALGORITHMS["standard"], more=lambda *_: {"Bs": 0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALGORITHMS, "standard", in_two_passes)
+        out = run(call, ("standard", "literal"), tiles=tiles)
+        cost = expected_cost(out, *call, **call.what)
+    ref = exact(*call, **call.what)
+    assert ref.output_ratio(out.output) <= 1
+    assert ref.lse_ratio(out.lse) <= 1
+    assert out.traffic.reads.get("S", 0) == cost.reads["S"] == 2 * cost.writes["S"]
+    assert out.sram_peak_elements == cost.sram_elements
+    assert out.sram_peak_bytes == cost.sram_bytes

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashsim as fs
+from flashsim.dropout import Dropout
 from flashsim.online_softmax import State, finish, identity, merge
-from flashsim.reference import exact
-from strategies import VARIANTS
+from flashsim.reference import exact, exact_gradients
+from strategies import BACKWARDS, VARIANTS
 
 NAN, INF = np.nan, np.inf
 every = pytest.mark.parametrize("variant", VARIANTS)
@@ -291,3 +292,159 @@ def test_counts_beyond_32_bits_are_exact():
     cost = fs.io_cost("standard", N=4096, d=64, heads=28, batch=8)
     assert cost.writes["S"] == 8 * 28 * 4096**2 == 3_758_096_384
     assert fs.io_cost("flash2", N=2**24, d=128, Br=1, Bc=1).reads["K"] == 2**24 * 2**24 * 128
+
+
+@every
+def test_a_later_tile_with_lower_scores_does_not_lower_the_maximum(variant):
+    """A maximum taken of the tile alone is right until exp(old - new) overflows, as here."""
+    assert attend(variant, [1], [100, 0], [1, 2]) == ([1], [100])
+
+
+@every
+def test_a_bias_is_not_scaled(variant):
+    """A mask that is added before the scaling gives sqrt(e) for e."""
+    bias = np.array([[1, 0]], np.float32)
+    output, _ = attend(variant, [0], [0, 0], [1, 0], attn_mask=bias, scale=0.5)
+    assert output == pytest.approx([np.e / (1 + np.e)], rel=1e-6)
+
+
+@every
+@pytest.mark.parametrize("garbage", [NAN, INF])
+def test_garbage_behind_minus_infinity_in_a_float_mask_does_not_leak(variant, garbage):
+    """The same as behind a bool mask, in K and V, and where the row sees another key."""
+    bias = np.array([[-INF, 0]], np.float32)
+    for tiles in ((1, 1), (1, 2)):
+        answer = attend(variant, [1], [garbage, 1], [garbage, 7], tiles, attn_mask=bias)
+        assert answer == ([7], [1])
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v[0] != "standard"])
+def test_a_nan_behind_a_visible_weight_that_underflows_shows(variant):
+    """It is behind the mask that a value does not count, not where exp rounds to 0."""
+    for tiles in ((1, 1), (1, 2)):
+        output, lse = attend(variant, [1], [200, 0], [1, NAN], tiles)
+        assert np.isnan(output).all()
+        assert lse == [200]
+
+
+@every
+def test_causal_holds_beside_a_window_that_looks_ahead(variant):
+    """The nearer of the two limits counts, whichever it is."""
+    for right in (0, 1, 4, None):
+        what = {"is_causal": True, "window": (None, right)}
+        output, _ = attend(variant, [0] * 4, [0] * 4, range(4), (3, 3), **what)
+        assert output == [0, 0.5, 1, 1.5]
+
+
+# Group D: backward, dropout, heads
+
+every_backward = pytest.mark.parametrize("variant", BACKWARDS)
+
+
+def gradients(variant, q, k, v, do, tiles=(2, 2), **what):
+    out = fs.attention(q, k, v, algorithm=variant[0], convention=variant[1], tiles=tiles, **what)
+    return out.backward(do)
+
+
+@every_backward
+def test_the_backward_pass_has_the_scale(variant):
+    """oleksost: without 1 / sqrt(d) the finite difference is off by 0.118 here."""
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 3, 2))
+    dq, _, _ = gradients(variant, q, k, v, do)
+    step = 1e-6 * np.eye(1, 6).reshape(3, 2)
+    up, down = (exact(q + s * step, k, v).output for s in (1, -1))
+    assert dq[0, 0] == pytest.approx(((up - down) * do).sum() / 2e-6, abs=1e-8)
+
+
+@every_backward
+def test_the_backward_pass_heeds_whether_it_is_causal(variant):
+    """triton #5660, #4541: dV = [1, 1] without a mask, [1.5, 0.5] with one."""
+    zero, one = np.zeros((2, 1), np.float32), np.ones((2, 1), np.float32)
+    assert gradients(variant, zero, zero, one, one)[2].tolist() == [[1], [1]]
+    causal = gradients(variant, zero, zero, one, one, is_causal=True)
+    assert causal[2].tolist() == [[1.5], [0.5]]
+
+
+@every_backward
+@pytest.mark.parametrize("Nq, Nk", [(5, 3), (129, 7), (7, 130)])
+def test_large_inputs_do_not_overflow_in_the_tail(variant, Nq, Nk):
+    """Dao's test_flash_attn_bwd_overflow; cuDNN in pytorch #196678 (lse < -88.7)."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((n, 8), dtype=np.float32) for n in (Nq, Nk, Nk))
+    q, k, v = 5 * q, 3 * k, 3 * v
+    do = rng.standard_normal((Nq, 8), dtype=np.float32)
+    got = gradients(variant, q, k, v, do, (128, 128), is_causal=True)
+    assert max(exact_gradients(q, k, v, do, is_causal=True).ratios(got).values()) <= 1
+    low = np.full((Nk, 8), -40, np.float32)
+    got = gradients(variant, np.full((Nq, 8), 5, np.float32), low, v, do, (128, 128))
+    assert all(np.isfinite(x).all() for x in got)
+
+
+@every_backward
+def test_keys_and_values_of_mixed_strides_have_the_gradients_of_their_copies(variant):
+    """FlagAttention #45; FlagGems #5896; pytorch PR #187506: K a transpose, V in C order."""
+    rng = np.random.default_rng(0)
+    q, v, do = rng.standard_normal((3, 6, 4), dtype=np.float32)
+    k = rng.standard_normal((4, 6), dtype=np.float32).T
+    mixed, copies = (gradients(variant, q, x, v, do) for x in (k, k.copy()))
+    assert all(np.array_equal(a, b) for a, b in zip(mixed, copies, strict=True))
+
+
+@every_backward
+def test_a_bias_row_of_minus_infinity_has_gradient_zero(variant):
+    """jax #32242: NaN."""
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 3, 2), dtype=np.float32)
+    bias = np.zeros((3, 3), np.float32)
+    bias[1] = -INF
+    out = fs.attention(
+        q, k, v, algorithm=variant[0], convention=variant[1], tiles=(2, 2), attn_mask=bias
+    )
+    dq, dk, dv, d_bias = out.backward(do, wrt_mask=True)
+    assert (d_bias[1] == 0).all()
+    assert (dq[1] == 0).all()
+    assert all(np.isfinite(x).all() for x in (dq, dk, dv, d_bias))
+
+
+@every_backward
+@pytest.mark.parametrize("tiles", [(1, 1), (2, 2), (4, 4)])
+def test_forward_and_backward_drop_the_same_weights_in_any_tiling(variant, tiles):
+    """Dao #612, PR #2439: dV is 0 exactly where the output does not see V."""
+    zero = np.zeros((1, 1, 8, 8), np.float32)
+    eye = np.eye(8, dtype=np.float32)[None, None]
+    what = {"dropout_p": 0.5, "seed": 4}
+    out = fs.attention(
+        zero, zero, eye, algorithm=variant[0], convention=variant[1], tiles=tiles, **what
+    )
+    seen = out.output[0, 0] != 0
+    assert np.array_equal(seen, Dropout(0.5, 4, 0, 0).keep(slice(0, 8), slice(0, 8)))
+    for row in range(8):
+        do = np.zeros_like(out.output)
+        do[0, 0, row] = 1
+        dv = out.backward(do, tiles=(3, 5))[2][0, 0]
+        assert np.array_equal(dv[:, 0] != 0, seen[row])
+
+
+@every_backward
+def test_gradients_of_grouped_heads_add_up(variant):
+    """levanter PR #449; native-sparse-attention-triton #27: dO = [1], [2], one key: dV = 3."""
+    q, kv = np.zeros((2, 1, 1), np.float32), np.zeros((1, 1, 1), np.float32)
+    do = np.array([1, 2], np.float32).reshape(2, 1, 1)
+    dv = gradients(variant, q, kv, kv, do, enable_gqa=True)[2]
+    assert dv.ravel().tolist() == [3]
+
+
+@every_backward
+def test_the_backward_pass_is_deterministic(variant):
+    """Dao #414, #384: dQ by atomics; here two runs are equal bit for bit."""
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 40, 4), dtype=np.float32)
+    one, two = (gradients(variant, q, k, v, do, (7, 5)) for _ in range(2))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(one, two, strict=True))
+
+
+@every_backward
+@pytest.mark.parametrize("d", [1, 3, 59, 129])
+def test_any_width_has_gradients(variant, d):
+    """Dao #2591, #1347; 66RING #12."""
+    q, k, v, do = np.random.default_rng(d).standard_normal((4, 6, d), dtype=np.float32)
+    got = gradients(variant, q, k, v, do, (4, 4))
+    assert max(exact_gradients(q, k, v, do).ratios(got).values()) <= 1

@@ -1,14 +1,16 @@
 """The chip and its budget: nothing gets around it, nothing outlives its turn."""
 
+import dataclasses
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import flashsim as fs
-from flashsim.algorithms import ALGORITHMS, SHAPES
-from flashsim.dropout import Dropout
-from flashsim.masks import Mask
+from flashsim import algorithms
+from flashsim.algorithms import ALGORITHMS
 from flashsim.memory import (
     Event,
     Hbm,
@@ -22,7 +24,10 @@ from flashsim.memory import (
     turns,
     widened,
 )
-from strategies import VARIANTS
+from flashsim.reference import exact, exact_gradients
+from strategies import BACKWARDS, VARIANTS
+
+attention_module = sys.modules["flashsim.attention"]  # the package has a function of that name
 
 
 def matrix(rows=6, columns=2, dtype=np.float32):
@@ -216,87 +221,163 @@ def test_a_plain_array_has_a_chip_that_does_nothing():
 PRIMES = {"Nq": 46, "Nk": 57, "d": 7, "dv": 11, "Br": 13, "Bc": 17}
 
 
-# standard attention once more, with rows of S that do not fit on chip
-CASES = [(*variant, True) for variant in VARIANTS] + [("standard", "literal", False)]
+def no_row_fits(head, sram, sram_bytes):
+    return {"Bs": 0}
 
 
-@pytest.mark.parametrize("algorithm, convention, rows_fit", CASES)
+@pytest.fixture
+def audit(monkeypatch):
+    """Call it with a function: it runs under a tracer that looks at every local at every line.
+
+    Each matrix that a frame of an algorithm holds must lie in memory that the machine has
+    registered under some name; what a poisoning machine has evicted is all NaN, and dead. Gives
+    back what is not so, and how many lines it looked at.
+    """
+    machines, found, looked = [], [], []
+
+    class Poisoning(Machine):
+        def __init__(self, **how):
+            super().__init__(poison=True, **how)
+            machines.append(self)
+
+    monkeypatch.setattr(attention_module, "Machine", Poisoning)
+    folder = str(Path(algorithms.__file__).parent)
+
+    def look(frame, event, arg):
+        if not machines or not frame.f_code.co_filename.startswith(folder):
+            return None
+        looked.append(frame.f_lineno)
+        resident = [r.tile for r in machines[-1].resident]
+        for name, x in frame.f_locals.items():
+            matrix = isinstance(x, np.ndarray) and x.ndim == 2 and min(x.shape) > 1
+            if not matrix or np.isnan(x).all():
+                continue
+            if not any(np.shares_memory(x, tile) for tile in resident):
+                found.append((frame.f_code.co_name, frame.f_lineno, name, x.shape))
+        return look
+
+    def run(function):
+        old = sys.gettrace()
+        sys.settrace(look)
+        try:
+            result = function()
+        finally:
+            sys.settrace(old)
+        return result, found, len(looked)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "algorithm, convention, rows_fit",
+    [(*variant, True) for variant in BACKWARDS] + [("standard", "literal", False)],
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_tile_sized_array_that_lives_during_a_turn_is_registered(
-    algorithm, convention, rows_fit, masked
+    audit, monkeypatch, algorithm, convention, rows_fit, masked
 ):
-    """An audit: a tracer looks at every local of the algorithm at every line.
-
-    Each matrix that any frame of the algorithm holds must lie in memory that the machine has
-    registered under some name; what a poisoning machine has evicted is all NaN, and dead.
-    """
-    size, alg = PRIMES, ALGORITHMS[algorithm]
+    """Forward and backward, with dropout and grouped heads; and the poisoned result is right."""
+    size, entry = PRIMES, ALGORITHMS[algorithm]
+    if not rows_fit:
+        backward = {n: replace(b, more=no_row_fits) for n, b in entry.backward.items()}
+        changed = replace(entry, more=no_row_fits, backward=backward)
+        monkeypatch.setitem(ALGORITHMS, algorithm, changed)
     rng = np.random.default_rng(0)
-    machine, frames, unregistered = Machine(elide=convention == "elided", poison=True), set(), []
-    inputs = {
-        name: rng.standard_normal((size[n], size[w]))
-        for name, n, w in (("Q", "Nq", "d"), ("K", "Nk", "d"), ("V", "Nk", "dv"))
-    }
-    arrays = {n: np.full([size[s] for s in SHAPES[n]], np.nan) for n in alg.arrays}
-    array = rng.standard_normal((size["Nq"], size["Nk"])) if masked else None
-    mask = Mask(
-        size["Nq"], size["Nk"], hi=size["Nk"] - size["Nq"],
-        array=None if array is None else machine.hbm(mask=array)["mask"],
-    )  # fmt: skip
-    more = {name: n if rows_fit else 0 for name, n in alg.more(head(), np.inf, np.inf).items()}
+    heads = {"q": 2, "k": 1, "v": 1}
+    q, k, v = (
+        rng.standard_normal((heads[name], size[n], size[w]))
+        for name, n, w in (("q", "Nq", "d"), ("k", "Nk", "d"), ("v", "Nk", "dv"))
+    )
+    do = rng.standard_normal((2, size["Nq"], size["dv"]))
+    what = {"is_causal": True, "dropout_p": 0.5, "seed": 1, "enable_gqa": True}
+    if masked:
+        what["attn_mask"] = rng.standard_normal((size["Nq"], size["Nk"]))
 
-    def audit(frame, event, arg):
-        if frame.f_code.co_filename.endswith(f"{alg.forward.__module__.rsplit('.', 1)[-1]}.py"):
-            frames.add(frame)
-            resident = [r.tile for r in machine.resident]
-            for name, x in frame.f_locals.items():
-                matrix = isinstance(x, np.ndarray) and x.ndim == 2 and min(x.shape) > 1
-                if not matrix or np.isnan(x).all():
-                    continue
-                if not any(np.shares_memory(x, tile) for tile in resident):
-                    unregistered.append((frame.f_lineno, name, x.shape))
-            return audit
-        return None
-
-    old = sys.gettrace()
-    sys.settrace(audit)
-    try:
-        alg.forward(
-            *machine.hbm(**inputs).values(),
-            *(a if n in alg.uncharged else machine.hbm(**{n: a})[n] for n, a in arrays.items()),
-            Br=size["Br"], Bc=size["Bc"], scale=1.0, mask=mask, drop=Dropout(0.5, 1, 0, 0), **more,
+    def both_passes():
+        out = fs.attention(
+            q, k, v, algorithm=algorithm, convention=convention,
+            tiles=(size["Br"], size["Bc"]), **what,
         )  # fmt: skip
-    finally:
-        sys.settrace(old)
-    assert frames, "the tracer saw nothing"
-    assert unregistered == []
-    reference = fs.attention(
-        *inputs.values(), algorithm=algorithm, is_causal=True, attn_mask=array, scale=1.0,
-        dropout_p=0.5, seed=1,
-    )  # fmt: skip
-    np.testing.assert_allclose(arrays["O"], reference.output, rtol=1e-12)
+        return out.output, *out.backward(do, wrt_mask=masked)
+
+    (output, *got), found, looked = audit(both_passes)
+    assert looked > 100
+    assert found == []
+    assert exact(q, k, v, **what).output_ratio(output) <= 1
+    assert max(exact_gradients(q, k, v, do, **what).ratios(got).values()) <= 1
 
 
-def head():
-    from flashsim.cost.counts import Head
-
-    return Head(Mask(PRIMES["Nq"], PRIMES["Nk"]), PRIMES["d"], PRIMES["dv"])
-
-
-def test_the_audit_finds_an_unregistered_tile(monkeypatch):
+def test_the_audit_finds_an_unregistered_tile(audit, monkeypatch):
     """The audit itself: a chip that forgets to register must be noticed."""
-    from flashsim import memory
-
-    def forgetful(self, name, tile):
-        return tile
-
-    monkeypatch.setattr(memory.Machine, "__call__", forgetful)
-    with pytest.raises(AssertionError):
-        test_every_tile_sized_array_that_lives_during_a_turn_is_registered(
-            "flash2", "literal", True, False
-        )
+    monkeypatch.setattr(Machine, "__call__", lambda self, name, tile: tile)
+    q = np.random.default_rng(0).standard_normal((20, 4))
+    _, found, _ = audit(lambda: fs.attention(q, q, q, tiles=(8, 8)))
+    assert {name for _, _, name, _ in found} >= {"Oi", "Sij"}
 
 
 def test_hbm_arrays_do_not_take_new_attributes():
     with pytest.raises(AttributeError):
         Hbm(Machine(), "A", matrix()).note = 1
+
+
+# standard attention once more, with rows of S that do not fit on chip
+CASES = [(*variant, True) for variant in VARIANTS] + [("standard", "literal", False)]
+
+BORN = {
+    ("standard", True): {"Sij", "mi", "S", "li", "Oi", "P"},
+    ("standard", False): {"Sij", "mi", "li", "Oi", "P"},
+    ("flash1", True): {"Sij"},
+    ("flash2", True): {"Oi", "li", "mi", "Sij"},
+}
+
+
+@pytest.mark.parametrize("algorithm, convention, rows_fit", CASES)
+@pytest.mark.parametrize("dtype, wide", [("float16", "float32"), ("float64", "float64")])
+def test_tiles_born_on_chip_have_the_names_of_the_papers_and_the_type_of_the_scores(
+    monkeypatch, algorithm, convention, rows_fit, dtype, wide
+):
+    """Names are what SramOverflow, the log and a recording show; types are what bytes count."""
+    place, born = Machine.__call__, set()
+
+    def watched(self, name, tile):
+        born.add((name, str(tile.dtype)))
+        return place(self, name, tile)
+
+    monkeypatch.setattr(Machine, "__call__", watched)
+    if not rows_fit:
+        changed = replace(ALGORITHMS[algorithm], more=no_row_fits)
+        monkeypatch.setitem(ALGORITHMS, algorithm, changed)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 9, 4)).astype(dtype)
+    fs.attention(q, k, v, algorithm=algorithm, convention=convention, tiles=(4, 4))
+    assert born == {(name, wide) for name in BORN[algorithm, rows_fit]}
+
+
+@pytest.mark.parametrize("algorithm, convention, rows_fit", CASES)
+@pytest.mark.parametrize("dtype, wide", [("float16", "float32"), ("float64", "float64")])
+def test_tiles_born_on_chip_have_the_names_of_the_papers_and_the_type_of_the_scores(
+    monkeypatch, algorithm, convention, rows_fit, dtype, wide
+):
+    """Names are what SramOverflow, the log and a recording show; types are what bytes count."""
+    place, born = Machine.__call__, set()
+
+    def watched(self, name, tile):
+        born.add((name, str(tile.dtype)))
+        return place(self, name, tile)
+
+    monkeypatch.setattr(Machine, "__call__", watched)
+    if not rows_fit:
+        row = dataclasses.replace(ALGORITHMS[algorithm], more=lambda *_: {"Bs": 0})
+        monkeypatch.setitem(ALGORITHMS, algorithm, row)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 9, 4)).astype(dtype)
+    fs.attention(q, k, v, algorithm=algorithm, convention=convention, tiles=(4, 4))
+    assert born == {(name, wide) for name in BORN[algorithm, rows_fit]}
+
+
+def test_a_tile_is_contiguous_whatever_the_order_of_its_array():
+    """Another order takes BLAS down another path, and changes last bits."""
+    for A in (np.asfortranarray(matrix()), matrix()[:, ::-1], matrix(2, 6).T):
+        _, in_hbm = hbm(A)
+        for X in (A, in_hbm):
+            for rows, tile in tiles(4, X):
+                assert tile.flags.c_contiguous
+                assert tile.tolist() == A[rows].tolist()

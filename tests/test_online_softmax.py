@@ -167,3 +167,23 @@ def test_a_state_is_a_plain_triple():
     assert (m.shape, l.shape, O.shape) == ((3,), (3,), (3, 2))
     assert m.dtype == l.dtype == O.dtype == np.float32
     assert isinstance(merge(identity(3, 2), identity(3, 2)), State)
+
+
+@pytest.mark.parametrize("in_two_passes", [False, True])
+@pytest.mark.parametrize("s", [-9e4, -1.0, 9e4])
+def test_both_softmaxes_of_standard_attention_hold_far_from_zero(in_two_passes, s):
+    """Rows of their own size, the first masked: P and L as defined, one key at a time on chip."""
+    S = np.array([[-np.inf] * 3, [s, s, -np.inf], [0, -200, -200]], np.float32)
+    P, L = np.empty_like(S), np.empty(3, np.float32)
+    if in_two_passes:
+        softmax_in_two_passes(S, P, L, Br=3, Bc=1)
+    else:
+        softmax(S, P, L, Bs=3)
+    assert P.tolist() == [[0, 0, 0], [0.5, 0.5, 0], [1, 0, 0]]
+    assert L.tolist() == [-np.inf, np.float32(s) + np.log(np.float32(2)), 0]
+
+
+def test_weigh_looks_at_every_column_of_the_values():
+    V = np.array([[1.0, 2.0, np.nan], [3.0, 4.0, 5.0]])
+    out = weigh(np.array([[0.0, 1.0]]), V, lambda: np.array([[False, True]]))
+    assert out.tolist() == [[3, 4, 5]]

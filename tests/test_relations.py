@@ -3,13 +3,14 @@
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import flashsim as fs
 from flashsim.algorithms import ALGORITHMS, SHAPES
-from flashsim.attention import checked
 from flashsim.memory import Machine, widened
+from flashsim.problem import checked
 from flashsim.reference import exact
 from strategies import DTYPES, Call, calls, same_bits, tilings, variants, visible
 
@@ -245,3 +246,23 @@ def test_one_array_as_q_k_and_v_and_broadcast_inputs(tiles, variant):
     assert same_bits(
         run(spread, variant, tiles=tiles).output, run(copied, variant, tiles=tiles).output
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (3, 5, 7), (2, 1, 1, 7), (3, 1, 1), (2, 3, 5, 1)])
+@pytest.mark.parametrize("dtype", [bool, np.float32])
+def test_each_head_of_each_item_has_its_own_mask_and_padding(shape, dtype):
+    """Held against calls of one head alone: the reference takes its masks from where we do."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 3, n, 4), dtype=np.float32) for n in (5, 7, 7))
+    numbers = rng.standard_normal(shape, dtype=np.float32)
+    mask = numbers > -0.3 if dtype is bool else numbers
+    padding = rng.random((2, 7)) < 0.7
+    whole = fs.attention(q, k, v, attn_mask=mask, key_padding_mask=padding, tiles=(2, 3))
+    spread = np.broadcast_to(mask, (2, 3, 5, 7))
+    for b, h in np.ndindex(2, 3):
+        alone = fs.attention(
+            q[b, h], k[b, h], v[b, h], attn_mask=spread[b, h], key_padding_mask=padding[b : b + 1],
+            tiles=(2, 3),
+        )  # fmt: skip
+        assert same_bits(alone.output, whole.output[b, h])
+        assert same_bits(alone.lse, whole.lse[b, h])

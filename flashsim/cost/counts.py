@@ -15,12 +15,12 @@ FlashAttention-2                          (2 + 2 Tr) N d + N
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..masks import Mask
+from ..masks import Layout, Mask
 from ..memory import Traffic
 
 Array = np.ndarray[Any, Any]
@@ -74,13 +74,19 @@ def _add(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Head:
-    """One head: the sizes, the mask, and the bytes of a stored and of a wide (on-chip) element."""
+    """One head: the sizes, the mask, and the bytes of a stored and of a wide (on-chip) element.
+
+    group: query heads that share a key head. d_mask: what a backward pass does with the gradient of
+    an array mask: "" nothing, "written" once a tile, or "accumulated" where several add up.
+    """
 
     mask: Mask
     d: int
     dv: int
     stored: int = 4
     wide: int = 4
+    group: int = 1
+    d_mask: str = ""
 
     @property
     def Nq(self) -> int:
@@ -115,7 +121,13 @@ class Visits:
     tiles: Array  # (Tr,) key tiles that it visits
     keys: Array  # (Tr,) keys in those tiles
     keys_of_any: int  # keys in tiles that at least one query tile visits
-    shapes: tuple[tuple[int, int], ...] = field(default=())  # the (rows, keys) that occur
+    first: frozenset[tuple[int, int]] = frozenset()  # (rows, keys) of first visits of a query tile
+    later: frozenset[tuple[int, int]] = frozenset()  # and of the others
+
+    @property
+    def shapes(self) -> frozenset[tuple[int, int]]:
+        """The (rows, keys) of visited tiles that occur."""
+        return self.first | self.later
 
     @property
     def row_visits(self) -> int:
@@ -138,7 +150,9 @@ def _sizes(N: int, B: int) -> Array:
 
 
 def visits(mask: Mask, Br: int, Bc: int) -> Visits:
-    """The visited tiles of a banded, padded mask, without walking the grid."""
+    """The visited tiles; without a block layout in O(Tr + Tc), else in that of tiles and blocks."""
+    if mask.layout is not None:
+        return _visits_of_layout(mask, mask.layout, Br, Bc)
     rows, cols = _sizes(mask.Nq, Br), _sizes(mask.Nk, Bc)
     Tr, Tc = len(rows), len(cols)
     if Tr == 0 or Tc == 0:
@@ -173,13 +187,58 @@ def visits(mask: Mask, Br: int, Bc: int) -> Visits:
     touched[right[at_right]] = True
 
     at_last = (at_left & (left == Tc - 1)) | (at_right & (right == Tc - 1))
-    shapes = set()
-    for here in (slice(0, Tr - 1), slice(Tr - 1, Tr)):
-        if at_last[here].any():
-            shapes.add((int(rows[here][0]), int(cols[-1])))
-        if (tiles[here] > at_last[here]).any():
-            shapes.add((int(rows[here][0]), int(cols[0])))
-    return Visits(rows, tiles, keys, int(cols @ touched), tuple(sorted(shapes)))
+    return Visits(
+        rows,
+        tiles,
+        keys,
+        int(cols @ touched),
+        first=_shapes(rows, cols, {0: tiles > at_last, -1: at_last & (tiles == 1)}),
+        later=_shapes(rows, cols, {0: tiles - at_last > 1, -1: at_last & (tiles > 1)}),
+    )
+
+
+def _visits_of_layout(mask: Mask, layout: Layout, Br: int, Bc: int) -> Visits:
+    """The same, from a grid so fine that each cell lies in one tile and in one block."""
+    rows, cols = _sizes(mask.Nq, Br), _sizes(mask.Nk, Bc)
+    if len(rows) == 0 or len(cols) == 0:
+        none = np.zeros(len(rows), np.int64)
+        return Visits(rows, none, none, 0)
+    top, left = (
+        np.union1d(np.arange(0, N, B), np.arange(0, N, block))
+        for N, B, block in ((mask.Nq, Br, layout.Br), (mask.Nk, Bc, layout.Bc))
+    )
+    bottom, right = np.append(top[1:], mask.Nq)[:, None], np.append(left[1:], mask.Nk)
+    first = np.maximum(left, top[:, None] + mask.lo)
+    stop = np.maximum(first, np.minimum(right, bottom + mask.hi))
+    alive = mask.live_before if mask.live_before is not None else np.arange(mask.Nk + 1)
+    last = mask.Nk
+    live = alive[np.clip(stop, 0, last)] > alive[np.clip(first, 0, last)]
+    cell = live & layout.keep[top[:, None] // layout.Br, left // layout.Bc]
+    by_row = np.logical_or.reduceat(cell, np.searchsorted(top, np.arange(0, mask.Nq, Br)), axis=0)
+    hit = np.logical_or.reduceat(by_row, np.searchsorted(left, np.arange(0, mask.Nk, Bc)), axis=1)
+    leading = hit & (np.cumsum(hit, axis=1) == 1)
+    return Visits(
+        rows,
+        hit.sum(axis=1),
+        hit @ cols,
+        int(cols @ hit.any(axis=0)),
+        first=_shapes(rows, cols, {0: leading[:, :-1].any(axis=1), -1: leading[:, -1]}),
+        later=_shapes(
+            rows,
+            cols,
+            {0: (hit & ~leading)[:, :-1].any(axis=1), -1: (hit & ~leading)[:, -1]},
+        ),
+    )
+
+
+def _shapes(rows: Array, cols: Array, occurs: dict[int, Array]) -> frozenset[tuple[int, int]]:
+    """(rows, keys) that occur; occurs[0]: rows that visit a full key tile, [-1]: the last one."""
+    return frozenset(
+        (int(rows[here][0]), int(cols[column]))
+        for here in (slice(0, len(rows) - 1), slice(len(rows) - 1, None))
+        for column, visited in occurs.items()
+        if visited[here].any()
+    )
 
 
 def _mask_reads(head: Head, v: Visits) -> dict[str, int]:
@@ -323,4 +382,275 @@ def standard(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> C
         exps=scores if Bs else 2 * scores + v.row_visits,
         **_peak(*alone, *steps),
         extra_hbm_elements=2 * scores,
+    )
+
+
+# Backward passes. A moment is the sum of what is stored narrow, what is wide, and the mask's tile.
+
+
+def _moment(head: Head, stored: int, wide: int, r: int = 0, c: int = 0) -> tuple[int, int]:
+    """(elements, bytes) of so many stored and wide elements; with r x c scores also the mask's."""
+    mask = head.mask_tile(r, c) if r * c else 0
+    wide += mask if mask and head.d_mask == "accumulated" else 0
+    return stored + wide + mask, stored * head.stored + wide * head.wide + _mask_bytes(head, mask)
+
+
+def _backward(head: Head, r: int, c: int, wide: int) -> tuple[int, int]:
+    """Q_i, dO_i, K_j, V_j; S_ij, dP_ij, two statistics of the rows, and `wide` elements besides."""
+    return _moment(head, (r + c) * (head.d + head.dv), 2 * r * c + 2 * r + wide, r, c)
+
+
+def flash1_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) in the inner loop: besides Q, dO, K, V, S, dP, l, m also O, dQ, dK, dV."""
+    return _backward(head, r, c, r * (head.dv + head.d) + c * (head.d + head.dv))
+
+
+def flash2_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) of the fullest loop: Q, dO, K, V, S, dP, L, D, dQ, dK, dV; or O, dO."""
+    inner = _backward(head, r, c, r * head.d + c * (head.d + head.dv))
+    return _fullest(inner, _moment(head, 2 * r * head.dv, 0))
+
+
+def two_kernel_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) of the fullest loop: dK and dV, or dQ, beside Q, dO, K, V, S, dP, L, D."""
+    narrow = replace(head, d_mask="")  # the second loop leaves the mask's gradient alone
+    return _fullest(
+        _backward(head, r, c, c * (head.d + head.dv)),
+        _backward(narrow, r, c, r * head.d),
+        _moment(head, 2 * r * head.dv, 0),
+    )
+
+
+def standard_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) of the fullest of its steps."""
+    return _fullest(*_standard_backward_steps(head, r, c), _softmax_gradient(head, r, c, r))
+
+
+def _standard_backward_steps(head: Head, r: int, c: int) -> list[tuple[int, int]]:
+    d, dv, P = head.d, head.dv, r * c
+    return [
+        _moment(head, r * dv, c * dv + P),  # line 1: dO; dV, P
+        _moment(head, (r + c) * dv, P),  # line 2: dO, V; dP
+        _moment(head, c * d, r * d + P),  # line 4: K; dQ, dS
+        _moment(head, r * d, c * d + P),  # line 5: Q; dK, dS
+    ]
+
+
+def _softmax_gradient(head: Head, r: int, c: int, statistics: int) -> tuple[int, int]:
+    """P and dP, rowsum(P ∘ dP) where it outlives its turn, and the mask's gradient."""
+    d_mask = head.mask_tile(r, c) if c and head.d_mask == "accumulated" else 0
+    return _moment(head, 0, 2 * r * c + statistics + d_mask)
+
+
+def gradient_rows(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
+    """Bs: the rows of P and dP that standard attention's softmax gradient holds on chip."""
+
+    def fits(rows: int) -> bool:
+        elements, size = _softmax_gradient(head, rows, head.Nk, 0)
+        return elements <= sram and size <= sram_bytes
+
+    row = max(1, 2 * head.Nk)
+    rows = int(min(head.Nq, sram / row, sram_bytes / (row * head.wide)))
+    while rows and not fits(rows):
+        rows -= 1
+    return {"Bs": rows}
+
+
+def _d_mask(head: Head, read: int, written: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Reads and writes of the gradient of an array mask; its initial zeros are not among them."""
+    if not head.d_mask:
+        return {}, {}
+    return ({"dmask": read} if head.d_mask == "accumulated" else {}), {"dmask": written}
+
+
+def _gradients(head: Head, *wide: str) -> dict[str, int]:
+    """Item sizes in HBM of a backward pass: gradients as stored, the named ones wide."""
+    stored = dict.fromkeys(("dO", "dQ", "dK", "dV"), head.stored)
+    shared = ("dK", "dV") if head.group > 1 else ()
+    return head.item_bytes(*wide) | stored | dict.fromkeys((*shared, *wide, "dmask"), head.wide)
+
+
+def flash1_backward(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
+    """Algorithm 4 of Dao et al. 2022; `elide`: as the published kernel, D kept, O read once."""
+    v, d, dv = visits(head.mask, Br, Bc), head.d, head.dv
+    rows, keys = v.row_visits, v.keys_of_any
+    again = rows - (v.rows_of_any if elide else 0)
+    mask = _mask_reads(head, v)
+    d_read, d_written = _d_mask(head, mask.get("mask", 0), mask.get("mask", 0))
+    kept = {"D": v.rows_of_any} if elide else {}
+    first, later = (v.first, v.later) if elide else (v.shapes, frozenset())
+    return Cost(
+        reads={
+            "K": keys * d,
+            "V": keys * dv,
+            "Q": rows * d,
+            "O": (v.rows_of_any if elide else rows) * dv,
+            "dO": rows * dv,
+            "dQ": again * d,
+            "l": rows,
+            "m": rows,
+            **({"D": again} if elide else {}),
+            **mask,
+            **d_read,
+        },
+        writes={
+            "dQ": (rows + (0 if elide else head.Nq)) * d,
+            "dK": (keys + (0 if elide else head.Nk)) * d,
+            "dV": (keys + (0 if elide else head.Nk)) * dv,
+            **kept,
+            **d_written,
+        },
+        item_bytes=_gradients(head, "O", "l", "m", "D", "dQ"),
+        flops=2 * v.area * (3 * d + 2 * dv),
+        exps=v.area,
+        **_peak(
+            *(flash1_backward_tiles(head, r, c) for r, c in first),
+            *(_backward(head, r, c, r * (1 + d) + c * (d + dv)) for r, c in later),
+        ),
+        extra_hbm_elements=head.Nq if elide else 0,
+    )
+
+
+def flash2_backward(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
+    """Algorithm 2 of Dao 2023; `elide`: the initial dQ costs nothing."""
+    v, d, dv = visits(head.mask, Br, Bc), head.d, head.dv
+    rows = v.row_visits
+    again = rows - (v.rows_of_any if elide else 0)
+    mask = _mask_reads(head, v)
+    d_read, d_written = _d_mask(head, mask.get("mask", 0), mask.get("mask", 0))
+    r0, c0 = int(v.rows.max(initial=0)), min(Bc, head.Nk)
+    return Cost(
+        reads={
+            "O": head.Nq * dv,
+            "dO": (head.Nq + rows) * dv,
+            "K": head.Nk * d,
+            "V": head.Nk * dv,
+            "Q": rows * d,
+            "dQ": again * d,
+            "L": rows,
+            "D": rows,
+            **mask,
+            **d_read,
+        },
+        writes={
+            "D": head.Nq,
+            "dQ": (rows + (0 if elide else head.Nq)) * d,
+            "dK": head.Nk * d,
+            "dV": head.Nk * dv,
+            **d_written,
+        },
+        item_bytes=_gradients(head, "L", "D", "dQ"),
+        flops=2 * v.area * (3 * d + 2 * dv),
+        exps=v.area,
+        **_peak(
+            _moment(head, 2 * r0 * dv, 0),
+            _moment(head, c0 * (d + dv), c0 * (d + dv)),
+            *(flash2_backward_tiles(head, r, c) for r, c in v.shapes),
+        ),
+        extra_hbm_elements=head.Nq,
+    )
+
+
+def two_kernel_backward(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
+    """One loop for dK and dV, one for dQ; nothing is initialised, so there is nothing to elide."""
+    v, d, dv = visits(head.mask, Br, Bc), head.d, head.dv
+    rows, keys = v.row_visits, int(v.keys.sum())
+    mask = _mask_reads(head, v)
+    d_read, d_written = _d_mask(head, mask.get("mask", 0), mask.get("mask", 0))
+    r0, c0 = int(v.rows.max(initial=0)), min(Bc, head.Nk)
+    return Cost(
+        reads={
+            "O": head.Nq * dv,
+            "dO": (2 * head.Nq + rows) * dv,
+            "K": (head.Nk + keys) * d,
+            "V": (head.Nk + keys) * dv,
+            "Q": (head.Nq + rows) * d,
+            "L": head.Nq + rows,
+            "D": head.Nq + rows,
+            **{name: 2 * n for name, n in mask.items()},
+            **d_read,
+        },
+        writes={
+            "D": head.Nq,
+            "dQ": head.Nq * d,
+            "dK": head.Nk * d,
+            "dV": head.Nk * dv,
+            **d_written,
+        },
+        item_bytes=_gradients(head, "L", "D"),
+        flops=2 * v.area * (4 * d + 3 * dv),
+        exps=2 * v.area,
+        **_peak(
+            _moment(head, 2 * r0 * dv, 0),
+            _moment(head, c0 * (d + dv), c0 * (d + dv)),
+            _moment(head, r0 * (d + dv), r0 * (d + 2)),
+            *(two_kernel_backward_tiles(head, r, c) for r, c in v.shapes),
+        ),
+        extra_hbm_elements=head.Nq,
+    )
+
+
+def standard_backward(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> Cost:
+    """Algorithm 3 of Dao et al. 2022; Bs = 0: a row of P and dP does not fit and is read twice."""
+    v = visits(Mask(head.Nq, head.Nk, array=head.mask.array), Br, Bc)
+    d, dv, scores, Tr = head.d, head.dv, head.Nq * head.Nk, len(v.rows)
+    Tc = -(-head.Nk // Bc)
+    r0, c0 = int(v.rows.max(initial=0)), min(Bc, head.Nk)
+    steps = [step for r, c in v.shapes for step in _standard_backward_steps(head, r, c)]
+    if Bs:
+        tall, broad = head.mask.own_sides
+        turns = -(-head.Nq // Bs)
+        d_mask = (head.Nq if tall else turns) * (head.Nk if broad else 1)
+        steps.append(_softmax_gradient(head, Bs, head.Nk, 0))
+    else:
+        d_mask = _mask_reads(head, v).get("mask", 0)
+        steps += [_softmax_gradient(head, r, c, r) for r, c in (*v.shapes, (r0, 0))]
+    d_read, d_written = _d_mask(head, d_mask, d_mask)
+    twice = 1 if Bs else 2
+    return Cost(
+        reads={
+            "P": (1 + twice) * scores,
+            "dO": (Tc + 1) * head.Nq * dv,
+            "V": Tr * head.Nk * dv,
+            "dP": twice * scores,
+            "K": Tr * head.Nk * d,
+            "Q": Tc * head.Nq * d,
+            "dS": 2 * scores,
+            **d_read,
+        },
+        writes={
+            "dV": head.Nk * dv,
+            "dP": scores,
+            "dS": scores,
+            "dQ": head.Nq * d,
+            "dK": head.Nk * d,
+            **d_written,
+        },
+        item_bytes=_gradients(head, "P", "dP", "dS"),
+        flops=4 * scores * (d + dv),
+        exps=0,
+        **_peak(
+            _moment(head, r0 * dv, 0),
+            _moment(head, 0, r0 * d),
+            _moment(head, 0, c0 * max(d, dv)),
+            *steps,
+        ),
+        extra_hbm_elements=2 * scores,
+    )
+
+
+def group_sum(head: Head, *, Bc: int) -> Cost:
+    """dK and dV of `head.group` query heads added up into those of the key head they share."""
+    sums = head.Nk * head.d, head.Nk * head.dv
+    rows = min(max(1, Bc // 2), head.Nk)
+    return Cost(
+        reads={"dK": head.group * sums[0], "dV": head.group * sums[1]},
+        writes={"dK_group": sums[0], "dV_group": sums[1]},
+        item_bytes={
+            "dK": head.wide,
+            "dV": head.wide,
+            "dK_group": head.stored,
+            "dV_group": head.stored,
+        },
+        **_peak(_moment(head, 0, 2 * rows * max(head.d, head.dv))),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,13 +12,14 @@ import ml_dtypes
 import numpy as np
 
 from .. import checks
-from ..algorithms import ALGORITHMS
-from ..attention import Attention, checked
-from ..checks import bad
+from ..algorithms import ALGORITHMS, Algorithm, Backward
+from ..attention import Attention
+from ..checks import bad, clamped
 from ..masks import Mask, band
 from ..memory import widened
-from .counts import Cost, Head
-from .tiles import clamped, default_tiles
+from ..problem import block_layout, checked
+from .counts import Cost, Head, group_sum
+from .tiles import default_tiles
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -43,6 +45,8 @@ def io_cost(
     causal_align: str = "bottom-right",
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Sequence[int] | None = None,
+    block_mask: Any = None,
+    backward: bool = False,
     dtype: str = "float32",
     sram: float | None = None,
     sram_bytes: float | None = None,
@@ -61,12 +65,16 @@ def io_cost(
     Br, Bc : int, optional
         Rows of a query and of a key tile; default: what `attention` would take for the budget.
     heads, kv_heads, batch : int
-        Query heads, key heads (a divisor), items. Each query head reads K and V for itself, so
-        kv_heads changes nothing here.
+        Query heads, key heads (a divisor), items. Each query head reads K and V for itself; the
+        backward pass adds up the gradients of those that share a key head.
     is_causal, causal_align, window, convention
         As in `attention`.
     key_lengths : sequence of int, optional
         Real keys of each item, the rest is padding; one per item of the batch.
+    block_mask : bool array (ceil(N / Br), ceil(Nk / Bc)), optional
+        Blocks of scores that are kept; needs Br and Bc.
+    backward : bool
+        The backward pass instead of the forward one.
     dtype : {"float16", "bfloat16", "float32", "float64"}
         Of Q, K, V; only bytes depend on it.
     sram, sram_bytes : number, optional
@@ -84,7 +92,9 @@ def io_cost(
     ValueError, TypeError
         If an argument is unusable; the message names it, its value and what is accepted.
     """
-    row = ALGORITHMS[checks.choice("algorithm", algorithm, ALGORITHMS)]
+    checks.choice("algorithm", algorithm, ALGORITHMS)
+    checks.choice("convention", convention, checks.CONVENTIONS)
+    row = _pass(algorithm, convention, checks.flag("backward", backward))
     N, d = checks.integer("N", N, 0), checks.integer("d", d, 1)
     Nk = N if Nk is None else checks.integer("Nk", Nk, 0)
     dv = d if dv is None else checks.integer("dv", dv, 1)
@@ -93,7 +103,6 @@ def io_cost(
     if shared != heads and (shared == 0 or heads % shared):
         raise bad("kv_heads", kv_heads, f"a divisor of heads={heads}")
     checks.choice("causal_align", causal_align, checks.ALIGNMENTS)
-    checks.choice("convention", convention, checks.CONVENTIONS)
     lo, hi = band(
         N, Nk, is_causal=checks.flag("is_causal", is_causal), causal_align=causal_align,
         window=checks.window_sides(window),
@@ -102,17 +111,29 @@ def io_cost(
     limits = checks.budgets(sram, sram_bytes)
 
     def head(mask: Mask) -> Head:
-        return Head(mask, d, dv, stored.itemsize, widened(stored).itemsize)
+        group = heads // shared if shared else 1
+        return Head(mask, d, dv, stored.itemsize, widened(stored).itemsize, group)
 
+    layout = block_layout(block_mask, None if Br is None else (Br, Bc), N, Nk)
     Br, Bc = _tiles(Br, Bc, row, head(Mask(N, Nk)), limits)
     total = Cost()
     for length, items in Counter(_lengths(key_lengths, batch, Nk)).items():
         real = None if length == Nk else np.arange(Nk) < length
-        one = head(Mask(N, Nk, lo=lo, hi=hi, keys=real))
-        more = row.more(one, *limits)
-        cost = row.count(one, Br=Br, Bc=Bc, elide=convention == "elided", **more)
-        total = total.plus(cost.times(items * heads))
+        one = head(Mask(N, Nk, lo=lo, hi=hi, keys=real, layout=layout))
+        cost = row.count(
+            one, Br=Br, Bc=Bc, elide=convention == "elided", **row.more(one, *limits)
+        ).times(heads)
+        if backward and shared != heads:
+            cost = cost.plus(group_sum(one, Bc=Bc).times(shared))
+        total = total.plus(cost.times(items))
     return total
+
+
+def _pass(algorithm: str, convention: str, backward: bool) -> Algorithm | Backward:
+    row = ALGORITHMS[algorithm]
+    if not backward:
+        return row
+    return row.backward.get(convention, row.backward["literal"])
 
 
 def expected_cost(
@@ -124,6 +145,8 @@ def expected_cost(
     sram: float | None = None,
     sram_bytes: float | None = None,
     convention: str = "literal",
+    backward: bool = False,
+    wrt_mask: bool = False,
     **what: Any,
 ) -> Cost:
     """The closed form of the very call that gave `out`, any mask included.
@@ -134,16 +157,24 @@ def expected_cost(
         What `attention` returned; its algorithm and tiles are taken.
     q, k, v, sram, sram_bytes, convention, **what
         The other arguments of that call, without `tiles`.
+    backward, wrt_mask : bool
+        The closed form of the last `out.backward(do, wrt_mask=...)` instead.
     """
-    row, (Br, Bc) = ALGORITHMS[out.algorithm], out.tiles
-    problem = checked(q, k, v, **what)
+    row = _pass(out.algorithm, convention, backward)
+    Br, Bc = out.tiles_backward or out.tiles if backward else out.tiles
+    problem = checked(q, k, v, **what, tiles=out.tiles)
     *batch, heads = problem.q.shape[:-2]
+    size = replace(problem.head, d_mask=problem.d_mask if backward and wrt_mask else "")
+    elide = convention == "elided"
     total = Cost()
     for item in np.ndindex(*batch):
-        one = replace(problem.head, mask=problem.mask((*item, 0)))
+        one = replace(size, mask=problem.mask((*item, 0)))
         more = row.more(one, *checks.budgets(sram, sram_bytes))
-        cost = row.count(one, Br=Br, Bc=Bc, elide=convention == "elided", **more)
-        total = total.plus(cost.times(heads))
+        total = total.plus(row.count(one, Br=Br, Bc=Bc, elide=elide, **more).times(heads))
+        if backward and problem.group > 1:
+            total = total.plus(group_sum(one, Bc=Bc).times(heads // problem.group))
+    if size.d_mask and not elide:
+        total.writes["dmask"] = total.writes.get("dmask", 0) + math.prod(problem.array_shape)
     return total
 
 
@@ -157,7 +188,11 @@ def _lengths(key_lengths: Any, batch: int, Nk: int) -> list[int]:
 
 
 def _tiles(
-    Br: int | None, Bc: int | None, row: Any, head: Head, limits: tuple[float, float]
+    Br: int | None,
+    Bc: int | None,
+    row: Algorithm | Backward,
+    head: Head,
+    limits: tuple[float, float],
 ) -> tuple[int, int]:
     if Br is not None and Bc is not None:
         return clamped((checks.integer("Br", Br, 1), checks.integer("Bc", Bc, 1)), head.Nq, head.Nk)

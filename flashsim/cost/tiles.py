@@ -3,7 +3,8 @@
 - "paper": Bc = ceil(M / 4d), Br = min(Bc, d), as Dao et al. 2022 print it; for algorithms whose
   outer loop holds queries the roles are swapped. Theta(N^2 d^2 / M) is stated under this rule.
   With S, l and m counted it does not fit in M for most M < 8 d (d + 1).
-- "strict": the largest tiles of that shape (one side long, the other at most d) that do fit.
+- "strict": the largest tiles of that shape (one side long, the other at most d) that do fit. A
+  backward pass has its own; where both sides are outer loops in turn, its tiles are square.
 - "optimal": the tiles that move the fewest elements of all that fit; it needs N.
 """
 
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
-from ..algorithms import ALGORITHMS, Algorithm
-from ..checks import bad, choice, integer
+from ..algorithms import ALGORITHMS, Algorithm, Backward
+from ..checks import bad, choice, clamped, flag, integer
 from ..masks import Mask
 from .counts import Head
 
@@ -27,6 +29,7 @@ def tile_sizes(
     algorithm: str = "flash2",
     N: int | None = None,
     dv: int | None = None,
+    backward: bool = False,
 ) -> tuple[int, int]:
     """(Br, Bc), the rows of a query tile and of a key tile, for a chip of M elements.
 
@@ -42,6 +45,8 @@ def tile_sizes(
         A name in `flashsim.ALGORITHMS`.
     N : int, optional
         Sequence length: tiles are not longer. "optimal" needs it.
+    backward : bool
+        For the backward pass, whose tiles are more.
 
     Raises
     ------
@@ -51,7 +56,8 @@ def tile_sizes(
     M, d = integer("M", M, 1), integer("d", d, 1)
     dv = d if dv is None else integer("dv", dv, 1)
     N = None if N is None else integer("N", N, 1)
-    row = ALGORITHMS[choice("algorithm", algorithm, ALGORITHMS)]
+    forward = ALGORITHMS[choice("algorithm", algorithm, ALGORITHMS)]
+    row = forward.backward["literal"] if flag("backward", backward) else forward
     choice("rule", rule, RULES)
     length = M if N is None else N
     head = Head(Mask(length, length), d, dv)
@@ -66,7 +72,7 @@ def tile_sizes(
 
 
 def strict(
-    row: Algorithm,
+    row: Algorithm | Backward,
     head: Head,
     sram: float = math.inf,
     sram_bytes: float = math.inf,
@@ -75,32 +81,49 @@ def strict(
     """The largest tiles of the paper's shape with everything resident; see `tile_sizes`."""
     longest = max(1, head.Nq, head.Nk)
     fits = _fits(row, head, sram, sram_bytes, name)
-    long = _largest(lambda n: fits(n, min(n, head.d)), longest)
-    return _oriented(row, long, min(long, head.d))
+    most = longest if row.outer == "both" else head.d
+    long = _largest(lambda n: fits(n, min(n, most)), longest)
+    return _oriented(row, long, min(long, most))
 
 
 def optimal(
-    row: Algorithm, head: Head, sram: float = math.inf, sram_bytes: float = math.inf
+    row: Algorithm | Backward, head: Head, sram: float = math.inf, sram_bytes: float = math.inf
 ) -> tuple[int, int]:
     """The fewest elements moved, then the largest tiles that move as few.
 
-    Traffic depends only on how many tiles the long side has, so the short side is first 1, to make
-    the long one as long as it can be; then the long side shrinks to the shortest that needs no more
-    tiles, and the short one takes the room.
+    Where traffic depends only on how many tiles the long side has, the short side is first 1, to
+    make the long one as long as it can be; then the long side shrinks to the shortest that needs no
+    more tiles, and the short one takes the room. Where it depends on both sides, every number of
+    turns of the one is tried with the fewest of the other that fit.
     """
     N = max(1, head.Nq, head.Nk)
     fits = _fits(row, head, sram, sram_bytes, "M")
-    turns = -(-N // _largest(lambda n: fits(n, 1), N))
-    long = -(-N // turns)
-    return _oriented(row, long, _largest(lambda n: fits(long, n), N))
+
+    def shortest(n: int) -> int:
+        return -(-N // -(-N // n))
+
+    longest = shortest(_largest(lambda n: fits(n, 1), N))
+    if row.outer != "both":
+        return _oriented(row, longest, _largest(lambda n: fits(longest, n), N))
+    more = row.more(head, sram, sram_bytes)
+
+    def moved(tiles: tuple[int, int]) -> int:
+        return row.count(head, Br=tiles[0], Bc=tiles[1], elide=False, **more).total_elements
+
+    candidates, long = [], longest
+    while long:
+        short = shortest(_largest(partial(fits, long), N))
+        candidates.append(_oriented(row, long, short))
+        long = shortest(long - 1) if long > 1 else 0
+    return min(candidates, key=moved)
 
 
-def _oriented(row: Algorithm, long: int, short: int) -> tuple[int, int]:
+def _oriented(row: Algorithm | Backward, long: int, short: int) -> tuple[int, int]:
     return (long, short) if row.outer == "Q" else (short, long)
 
 
 def _fits(
-    row: Algorithm, head: Head, sram: float, sram_bytes: float, name: str
+    row: Algorithm | Backward, head: Head, sram: float, sram_bytes: float, name: str
 ) -> Callable[[int, int], bool]:
     def fits(long: int, short: int) -> bool:
         elements, size = row.needs(head, *_oriented(row, long, short))
@@ -108,7 +131,7 @@ def _fits(
 
     if not fits(1, 1):
         elements, size = row.needs(head, 1, 1)
-        smallest = f", the smallest tiles of {row.title} at d={head.d}"
+        smallest = f", the smallest tiles at d={head.d}"
         if sram < math.inf:
             raise bad(name, sram, f"at least {elements} elements{smallest}")
         raise bad("sram_bytes", sram_bytes, f"at least {size} bytes{smallest}")
@@ -124,14 +147,8 @@ def _largest(fits: Callable[[int], bool], at_most: int) -> int:
     return low
 
 
-def clamped(tiles: tuple[int, ...], Nq: int, Nk: int) -> tuple[int, int]:
-    """Tiles no longer than what they tile (and at least 1, when there is nothing to tile)."""
-    Br, Bc = tiles
-    return max(1, min(Br, Nq)), max(1, min(Bc, Nk))
-
-
 def default_tiles(
-    row: Algorithm, head: Head, sram: float = math.inf, sram_bytes: float = math.inf
+    row: Algorithm | Backward, head: Head, sram: float = math.inf, sram_bytes: float = math.inf
 ) -> tuple[int, int]:
     """What `attention` takes: "strict" on a bounded chip, else what is fast in NumPy."""
     if sram < math.inf or sram_bytes < math.inf:
