@@ -84,9 +84,9 @@ def weigh(P: Array, V: Array, live: Callable[[], Array]) -> Array:
     Not even NaN or inf: 0 * NaN is NaN, so a padded slot that holds garbage would leak. `live()` is
     bool (rows, keys), True where a weight counts; it is only asked if V holds such values.
     """
-    finite = np.asarray(np.isfinite(V).all(axis=1))
-    if finite.all():
+    if np.isfinite(V).all():
         return P @ V
+    finite = np.asarray(np.isfinite(V).all(axis=1))
     keep = live()
     out = P @ np.where(finite[:, None], V, V.dtype.type(0))
     for k in np.flatnonzero(~finite):

@@ -10,7 +10,7 @@ from flashsim import memory
 from flashsim.algorithms import ALGORITHMS, flash1, flash2, standard
 from flashsim.cost.io import expected_cost
 from flashsim.problem import checked
-from strategies import DTYPES, Call, calls, tilings, variants
+from strategies import DTYPES, VARIANTS, Call, calls, tilings, variants
 
 
 def run(call, variant, **how):
@@ -166,7 +166,8 @@ def test_at_the_smallest_chip_standard_attention_moves_less(variant):
 
 def test_extra_memory_is_quadratic_for_standard_and_linear_for_flash():
     call = normal(50, 8, heads=3)
-    extra = {name: fs.attention(*call, algorithm=name).extra_hbm_elements for name in ALGORITHMS}
+    names = ("standard", "flash1", "flash2")
+    extra = {name: fs.attention(*call, algorithm=name).extra_hbm_elements for name in names}
     assert extra == {"standard": 3 * 2 * 50 * 50, "flash1": 3 * 2 * 50, "flash2": 3 * 50}
 
 
@@ -310,3 +311,10 @@ def test_io_cost_of_sizes_is_the_cost_of_the_call(
     )  # fmt: skip
     assert counted(cost) == counted(out.traffic)
     assert cost.sram_elements == out.sram_peak_elements
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_queries_nothing_is_read(variant):
+    none, keys = np.zeros((0, 4), np.float32), np.zeros((9, 4), np.float32)
+    out = run(Call(none, keys, keys), variant, tiles=(2, 2))
+    assert out.traffic.total_elements == out.sram_peak_elements == 0
