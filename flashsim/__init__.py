@@ -5,8 +5,8 @@
 >>> q, k, v = rng.standard_normal((3, 128, 16), dtype=np.float32)
 >>> out = fs.attention(q, k, v, algorithm="flash2", sram=4096)
 >>> out.output.shape, out.tiles
-((128, 16), (73, 16))
->>> out.traffic.total_elements == fs.io_cost("flash2", N=128, d=16, Br=73, Bc=16).total_elements
+((128, 16), (71, 16))
+>>> out.traffic.total_elements == fs.io_cost("flash2", N=128, d=16, Br=71, Bc=16).total_elements
 True
 """
 

@@ -1,4 +1,4 @@
-"""The command line: run, io, sweep, devices.
+"""The command line: run, io, sweep, layouts, devices.
 
 Exit codes: 0 if every check held, 1 if one did not, 2 for input that cannot be used, with one line
 on stderr that says which and why. What takes long to import is imported where it is used.
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 DEFAULT_SRAM_KB = 32
 DEFAULT_DEVICE = "h200"
+LAYOUT_NAMES = (
+    "butterfly[:FACTORS], local-global[:LOCAL[,GLOBAL]], strided[:STRIDE], random:DENSITY[,SEED] "
+    "or causal"
+)
 
 # The base of every complaint about arguments: click's, or that of the copy which newer Typers hold.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -92,9 +96,10 @@ def flashsim(
 Algorithms = Annotated[
     list[str] | None,
     typer.Option(
-        "--algorithm", "-a", metavar="NAME", show_default="all",
-        help="standard, flash1, flash2; flash1:literal is the printed algorithm, flash1:elided the "
-        "published kernel (initial O, l, m cost nothing). May be repeated.",
+        "--algorithm", "-a", metavar="NAME", show_default="all that differ",
+        help="standard, flash1, flash2, flash2-two-kernel, block_sparse; flash1:literal is the "
+        "printed algorithm, flash1:elided the published kernel (initial O, l, m cost nothing). May "
+        "be repeated.",
     ),
 ]  # fmt: skip
 Sram = Annotated[int | None, typer.Option(help="SRAM in elements, each number counting one.")]
@@ -108,6 +113,14 @@ Tiles = Annotated[
     str | None,
     typer.Option(metavar="Br,Bc", help="Rows of a query and of a key tile.", show_default="fitted"),
 ]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"Keep only some blocks of the scores: {LAYOUT_NAMES}. The tiles are the blocks.",
+    ),
+]
+Backward = Annotated[bool, typer.Option("--backward", help="Add the backward passes.")]
 DeviceName = Annotated[
     str, typer.Option(metavar="NAME", help="GPU whose memory bandwidth gives the time.")
 ]
@@ -135,7 +148,7 @@ def run(
         Path | None,
         typer.Argument(
             help=".npz or .safetensors with q, k, v and, if you like, key_padding_mask, attn_mask, "
-            "expected_output.",
+            "expected_output, do (gradient of the output).",
             show_default="a built-in sample from a real model",
         ),
     ] = None,
@@ -143,7 +156,7 @@ def run(
         str | None, typer.Option(metavar="B,H,N,d", help="Random normal inputs instead of a file.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the random inputs.", show_default="0")
+        int | None, typer.Option(help="Of what is random: inputs, and do.", show_default="0")
     ] = None,
     dtype: Annotated[
         str | None,
@@ -153,9 +166,11 @@ def run(
         ),
     ] = None,
     algorithm: Algorithms = None,
+    backward: Backward = False,
     sram: Sram = None,
     sram_kb: SramKb = None,
     tiles: Tiles = None,
+    layout: Layout = None,
     causal: Causal = False,
     causal_align: CausalAlign = "bottom-right",
     window: Window = None,
@@ -177,6 +192,8 @@ def run(
     """Run attention algorithms, check each, and show what they move.
 
     Each must agree with float64 within a computed bound, and move what its closed form says.
+
+    With --backward so must the gradients of sum(output * do): a second table.
     """
     _check_output(json, csv, plot)
     from . import reports, verify
@@ -184,22 +201,27 @@ def run(
 
     gpu = preset(device)
     budget = _budget(sram, sram_kb, DEFAULT_SRAM_KB * 1024)
-    inputs = _inputs(file, shape, seed, dtype)
-    what = {
+    inputs = _inputs(file, shape, seed, dtype, backward)
+    what: dict[str, Any] = {
         "is_causal": causal, "causal_align": causal_align, "window": _window(window),
         "scale": scale, "dropout_p": dropout, "seed": dropout_seed,
     }  # fmt: skip
-    if file is None and (causal or window or scale is not None or dropout):
+    if file is None and (causal or window or scale is not None or dropout or layout):
         inputs = replace(inputs, expected_output=None)  # it is that of the model's own settings
-    chosen = verify.variants(algorithm or [])
-    with _progress(len(chosen) + 1) as on_step:
+    do = verify.output_gradient(inputs, seed) if backward else None
+    chosen = verify.variants(algorithm or [], backward, layout is not None)
+    size = _tiles(tiles)
+    if layout is not None:
+        lengths = inputs.q.shape[-2], inputs.k.shape[-2]
+        size, what["block_mask"] = _layout(layout, size, *lengths)
+    with _progress(len(chosen) + 1 + backward) as on_step:
         records = verify.run_records(
-            inputs, chosen, budget=budget, tiles=_tiles(tiles), device=gpu,
-            tolerance=tolerance, on_step=on_step, **what,
+            inputs, chosen, budget=budget, tiles=size, device=gpu,
+            tolerance=tolerance, on_step=on_step, do=do, **what,
         )  # fmt: skip
     if plot is not None:
         _plot_traffic(plot, inputs.origin, records)
-    _finish(reports.run_report(inputs, records, budget, gpu, what), json, csv)
+    _finish(reports.run_report(inputs, records, budget, gpu, what, layout), json, csv)
 
 
 @app.command()
@@ -214,6 +236,7 @@ def io(
         str, typer.Option(help="float16, bfloat16, float32 or float64; only bytes depend on it.")
     ] = "float16",
     algorithm: Algorithms = None,
+    backward: Backward = False,
     sram: Sram = None,
     sram_kb: Annotated[
         float | None,
@@ -230,6 +253,7 @@ def io(
         ),
     ] = None,
     tiles: Tiles = None,
+    layout: Layout = None,
     causal: Causal = False,
     causal_align: CausalAlign = "bottom-right",
     window: Window = None,
@@ -252,31 +276,100 @@ def io(
         "heads": heads, "batch": batch, "dtype": dtype, "is_causal": causal,
         "causal_align": causal_align, "window": _window(window),
     }  # fmt: skip
-    if tiles is None and rule is None:
+    if rule is not None and layout is not None:
+        raise ValueError(f"--rule {rule}: expected none, as the tiles are the blocks of --layout")
+    size, keep = _tiles(tiles), None
+    if layout is not None:
+        size, keep = _layout(layout, size, problem["N"], problem["Nk"])
+    elif size is None and rule is None:
         rule = "strict"
     records = verify.io_records(
-        verify.variants(algorithm or []), budget=budget, rule=rule, tiles=_tiles(tiles),
-        device=gpu, **problem,
+        verify.variants(algorithm or [], backward, layout is not None), budget=budget, rule=rule,
+        tiles=size, device=gpu, backward=backward, block_mask=keep, **problem,
     )  # fmt: skip
     if plot is not None:
         _plot_traffic(plot, f"N = {N}, d = {d}", records)
-    _finish(reports.io_report(problem, records, budget, gpu, rule), json, csv)
+    _finish(reports.io_report(problem, records, budget, gpu, rule, layout, keep), json, csv)
 
 
 @app.command()
-def sweep(json: Json = False, csv: Csv = False, plot: Plot = None) -> None:
-    """Verify that traffic grows as N^2 d^2 / M: run the small sizes, fit the exponents."""
+def sweep(
+    part: Annotated[
+        list[str] | None,
+        typer.Argument(help="forward, backward, sparse; several may be named.", show_default="all"),
+    ] = None,
+    json: Json = False,
+    csv: Csv = False,
+    plot: Plot = None,
+) -> None:
+    """Verify how traffic grows: run the small sizes, fit the exponents.
+
+    forward, backward: each pass, as N^2 d^2 / M.
+
+    sparse: linearly in the share of blocks that are kept, beside published times.
+    """
     _check_output(json, csv, plot)
     from . import reports
     from .cost import sweep as cost
 
-    with _progress(cost.COUNT) as on_step:
-        series = list(cost.sweep(on_step))
+    parts = cost.chosen_parts(part or [])
+    with _progress(cost.steps(parts)) as on_step:
+        series = [s for name in parts if name != "sparse" for s in cost.sweep(name, on_step)]
+        lines = cost.densities(on_step) if "sparse" in parts else []
     if plot is not None:
         from .plots import growth_lines
 
-        growth_lines(plot, series, cost.FITTED)
-    _finish(reports.sweep_report(series), json, csv)
+        growth_lines(plot, series, cost.FITTED, lines)
+    _finish(reports.sweep_report(series, lines), json, csv)
+
+
+@app.command()
+def layouts(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help=".npz or .safetensors as for run.",
+            show_default="a built-in sample from a real model",
+        ),
+    ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"{LAYOUT_NAMES}. May be repeated.",
+            show_default="each, random at four densities",
+        ),
+    ] = None,
+    block: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows and columns of a block.",
+            show_default="about 32, for a power of two of blocks",
+        ),
+    ] = None,
+    causal: Causal = False,
+    json: Json = False,
+    csv: Csv = False,
+) -> None:
+    """What block layouts drop on an input, and what they save: the price of the approximation."""
+    _check_output(json, csv, None)
+    from . import reports, verify
+    from .checks import integer
+
+    inputs = _inputs(file, None, None, None)
+    lengths = inputs.q.shape[-2], inputs.k.shape[-2]
+    blocks = verify.block_sizes(*lengths)
+    if block is not None:
+        blocks = (integer("block", block, 1),) * 2
+    names = layout or verify.USUAL_LAYOUTS
+    what = {"is_causal": causal}
+    with _progress(len(names) + 1) as on_step:
+        records, missing = verify.layout_records(
+            inputs, names, blocks=blocks, on_step=on_step, **what
+        )
+    if layout and missing:
+        raise ValueError(missing[0])
+    _finish(reports.layouts_report(inputs, records, missing, what), json, csv)
 
 
 @app.command()
@@ -318,16 +411,25 @@ def _finish(report: Report, json: bool, csv: bool) -> NoReturn:
 
 def _plot_traffic(path: Path, title: str, records: list[Record]) -> None:
     from .plots import traffic_bars
-    from .verify import label
+    from .reports import pass_label
 
-    traffic_bars(path, title, [label(record) for record in records], records)
+    traffic_bars(path, title, [pass_label(record) for record in records], records)
 
 
-def _inputs(file: Path | None, shape: str | None, seed: int | None, dtype: str | None) -> Inputs:
+def _inputs(
+    file: Path | None,
+    shape: str | None,
+    seed: int | None,
+    dtype: str | None,
+    backward: bool = False,
+) -> Inputs:
     from .inputs import random_inputs, read_inputs
 
-    if shape is None and (seed is not None or dtype is not None):
-        raise ValueError("--seed, --dtype: expected only with --shape, for random inputs")
+    if shape is None and ((seed is not None and not backward) or dtype is not None):
+        raise ValueError(
+            "--seed, --dtype: expected only with --shape, for random inputs (--seed also with "
+            "--backward, for do)"
+        )
     if file is not None and shape is not None:
         raise ValueError(f"--shape {shape}: expected none, as {file} gives the inputs")
     if file is not None:
@@ -355,6 +457,18 @@ def _tiles(text: str | None) -> tuple[int, int] | None:
         return None
     Br, Bc = _integers("tiles", text, "Br,Bc")
     return Br, Bc
+
+
+def _layout(
+    name: str, blocks: tuple[int, int] | None, Nq: int, Nk: int
+) -> tuple[tuple[int, int], Any]:
+    """The blocks of a layout, and which of them it keeps."""
+    from . import checks, verify
+
+    if blocks is None:
+        blocks = verify.block_sizes(Nq, Nk)
+    blocks = checks.clamped(checks.pair_of_tiles(blocks), Nq, Nk)
+    return blocks, verify.named_layout(name, blocks, Nq, Nk)
 
 
 def _window(text: str | None) -> tuple[int | None, int | None] | None:

@@ -22,7 +22,7 @@ from .problem import checked
 Array = np.ndarray[Any, Any]
 
 REQUIRED = ("q", "k", "v")
-OPTIONAL = ("key_padding_mask", "attn_mask", "expected_output")
+OPTIONAL = ("key_padding_mask", "attn_mask", "expected_output", "do")
 
 _SAFETENSORS_TYPES = {
     "F16": DTYPES["float16"],
@@ -46,6 +46,8 @@ class Inputs:
         True for a real token.
     attn_mask : bool or float ndarray, optional
     expected_output : ndarray (..., Nq, dv), optional
+    do : ndarray (..., Nq, dv), optional
+        Gradient of the output, to start a backward pass from.
     """
 
     origin: str
@@ -55,6 +57,7 @@ class Inputs:
     key_padding_mask: Array | None = None
     attn_mask: Array | None = None
     expected_output: Array | None = None
+    do: Array | None = None
 
 
 def random_inputs(
@@ -84,8 +87,8 @@ def read_inputs(path: Path) -> Inputs:
     Parameters
     ----------
     path : Path
-        A file with arrays named q, k, v and, if wanted, key_padding_mask, attn_mask and
-        expected_output, as in `Inputs`. Other arrays are not looked at.
+        A file with arrays named q, k, v and, if wanted, key_padding_mask, attn_mask,
+        expected_output and do, as in `Inputs`. Other arrays are not looked at.
 
     Raises
     ------
@@ -120,6 +123,11 @@ def named(origin: str, arrays: Mapping[str, Array]) -> Inputs:
         raise checks.bad_type("expected_output.dtype", str(expected.dtype), accepted)
     if expected is not None and expected.shape != shape:
         raise checks.bad("expected_output.shape", expected.shape, f"{shape}, that of the output")
+    if inputs.do is not None and inputs.do.dtype != inputs.q.dtype:
+        accepted = f"{inputs.q.dtype}, the dtype of q"
+        raise checks.bad_type("do.dtype", str(inputs.do.dtype), accepted)
+    if inputs.do is not None and inputs.do.shape != shape:
+        raise checks.bad("do.shape", inputs.do.shape, f"{shape}, that of the output")
     return inputs
 
 

@@ -126,8 +126,13 @@ def _layout(console: Console, rows: list[dict[str, str]]) -> Iterator[Table]:
 
 
 def _turned(names: list[str], lines: list[list[str]]) -> Table:
-    first, *rest = zip((name.replace("\n", " ") for name in names), *lines, strict=True)
+    first, *rest = zip((_one_line(name) for name in names), *lines, strict=True)
     return _table(list(first), [list(line) for line in rest])
+
+
+def _one_line(name: str) -> str:
+    """A heading without its line breaks; those after a colon or hyphen stand within a word."""
+    return name.replace(":\n", ":").replace("-\n", "-").replace("\n", " ")
 
 
 def _table(names: list[str], lines: list[list[str]]) -> Table:

@@ -1,48 +1,71 @@
-"""What `flashsim run` and `flashsim io` find out, one record an algorithm, as plain data."""
+"""What `flashsim run`, `io` and `layouts` find out: a record a pass, or a layout, as plain data."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from . import checks
-from .algorithms import ALGORITHMS
-from .attention import attention, checked
+from . import checks, layouts
+from .algorithms import ALGORITHMS, SHAPES, Algorithm, Backward
+from .attention import Attention, attention
+from .checks import clamped
 from .cost.counts import Cost, Head
 from .cost.devices import Device
 from .cost.io import DTYPES, expected_cost, io_cost
-from .cost.tiles import RULES, clamped, default_tiles, optimal, tile_sizes
+from .cost.tiles import RULES, default_tiles, optimal, tile_sizes
 from .inputs import Inputs
 from .masks import Mask
 from .memory import SramOverflow, Traffic, widened
-from .reference import exact
+from .problem import checked
+from .reference import Exact, ExactGradients, exact, exact_gradients
 
+Array = np.ndarray[Any, Any]
 Record = dict[str, Any]
 Budget = dict[str, Any]  # {"sram": elements} or {"sram_bytes": bytes}, as `attention` takes it
 
 LARGEST_SCORES = 2**28  # standard attention keeps two matrices of so many scores: 2 GiB in float32
+LARGEST_GRADIENTS = 2**24  # the reference's gradients take 20 such matrices in float64: 2.7 GB
+LARGEST_GRID = 2**24  # blocks in a layout
 
 # Largest error of a file's expected output, in the precision that it was stored in.
 TOLERANCES = {"float64": 2e-6, "float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-def variants(names: Iterable[str]) -> list[tuple[str, str]]:
+def conventions(algorithm: str, backward: bool = False) -> tuple[str, ...]:
+    """The conventions under which a pass of an algorithm costs differently."""
+    row = ALGORITHMS[algorithm]
+    return tuple(row.backward) if backward else row.conventions
+
+
+def variants(
+    names: Iterable[str], backward: bool = False, layout: bool = False
+) -> list[tuple[str, str]]:
     """(algorithm, convention) for names such as "flash2" or "flash1:elided".
 
-    A name without a convention stands for all that the algorithm has; no names, for all algorithms.
+    A name without a convention stands for all under which the forward pass differs, or with
+    `backward` either pass. No names stand for all algorithms that differ in these passes, of those
+    that run with a block layout, or without.
 
     Raises
     ------
     ValueError
-        If there is no such algorithm or convention.
+        If there is no such algorithm or convention, or it needs a layout.
     """
     found = []
-    for name in names or ALGORITHMS:
+    usual = (
+        name
+        for name, row in ALGORITHMS.items()
+        if (layout or not row.needs_layout) and (backward or not row.forward_of)
+    )
+    for name in names or usual:
         algorithm, colon, convention = name.partition(":")
         row = ALGORITHMS[checks.choice("algorithm", algorithm, ALGORITHMS)]
-        known = row.conventions
+        if row.needs_layout and not layout:
+            raise ValueError(f"--algorithm {name}: expected --layout too, which says what to skip")
+        known = (*row.conventions, *(conventions(algorithm, True) if backward else ()))
         found += [
             (algorithm, c)
             for c in ([checks.choice("convention", convention, known)] if colon else known)
@@ -50,11 +73,54 @@ def variants(names: Iterable[str]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(found))
 
 
+def passes(
+    chosen: Iterable[tuple[str, str]], backward: bool
+) -> list[tuple[str, str, list[tuple[str, bool]]]]:
+    """Of each variant, the (convention, backward) of the passes to show: each cost once.
+
+    With both passes, a forward pass that another variant has too is that one's.
+    """
+    found, shown = [], set()
+    for algorithm, convention in chosen:
+        mine = []
+        for back in (False, True) if backward else (False,):
+            known = conventions(algorithm, back)
+            here = convention if convention in known else known[0]
+            same = backward and not back and ALGORITHMS[algorithm].forward_of
+            key = same or algorithm, here, back
+            if key not in shown:
+                mine.append((here, back))
+            shown.add(key)
+        found.append((algorithm, convention, mine))
+    return found
+
+
 def label(record: Record) -> str:
     """The name of a record's variant, as `variants` takes it."""
-    algorithm, convention = record["algorithm"], record["convention"]
-    several = len(ALGORITHMS[algorithm].conventions) > 1
-    return f"{algorithm}:{convention}" if several else str(algorithm)
+    return name_of(record["algorithm"], record["convention"], record["pass"] == "backward")
+
+
+def name_of(algorithm: str, convention: str, backward: bool = False) -> str:
+    """ "flash2", or "flash1:elided" where the convention makes a difference."""
+    several = len(conventions(algorithm, backward)) > 1
+    return f"{algorithm}:{convention}" if several else algorithm
+
+
+def output_gradient(inputs: Inputs, seed: int | None) -> Array:
+    """The gradient of the output to start a backward pass from: that of the inputs, or drawn.
+
+    Raises
+    ------
+    ValueError
+        If the inputs have one and a seed is given as well.
+    """
+    if inputs.do is None:
+        shape = (*inputs.q.shape[:-1], inputs.v.shape[-1])
+        rng = np.random.default_rng((checks.integer("seed", 0 if seed is None else seed, 0), 1))
+        return rng.standard_normal(shape, np.float32).astype(inputs.q.dtype)
+    if seed is not None:
+        raise ValueError(f"--seed {seed}: expected none, as {inputs.origin} gives do")
+    return inputs.do
 
 
 def run_records(
@@ -66,6 +132,7 @@ def run_records(
     device: Device,
     tolerance: float | None,
     on_step: Callable[[str], None],
+    do: Array | None = None,
     **what: Any,
 ) -> list[Record]:
     """Run each variant on the inputs and hold it against float64 and against its closed form.
@@ -82,62 +149,156 @@ def run_records(
         Largest error of an expected output; None for that of its dtype, in TOLERANCES.
     on_step : callable
         Told what comes next.
+    do : array (..., Nq, dv), optional
+        Gradient of the output: run the backward passes too.
 
     Returns
     -------
     list of Record
-        `failures` lists what does not hold.
+        Forward passes, then backward ones; `failures` lists what does not hold.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     what = {
         "attn_mask": inputs.attn_mask, "key_padding_mask": inputs.key_padding_mask,
         "enable_gqa": True, **what,
     }  # fmt: skip
-    head = checked(q, k, v, **what).head
-    if head.Nq * head.Nk > LARGEST_SCORES and any(name == "standard" for name, _ in chosen):
-        raise ValueError(
-            f"N={head.Nq}, Nk={head.Nk}: expected N * Nk of at most {LARGEST_SCORES} where "
-            "standard attention runs; choose other algorithms, or use `flashsim io`"
-        )
+    head = checked(q, k, v, **what, tiles=tiles).head
+    _check_size(head, chosen, do)
     on_step("float64 reference")
-    reference = exact(q, k, v, **what)
+    reference = exact(q, k, v, **what, tiles=tiles)
+    gradients = None
+    if do is not None:
+        on_step("float64 gradients")
+        gradients = exact_gradients(q, k, v, do, **what, tiles=tiles)
     real = _real_rows(inputs)
     records = []
-    for algorithm, convention in chosen:
+    for algorithm, convention, shown in passes(chosen, do is not None):
         on_step(f"{algorithm}, {convention}")
         how = {"convention": convention, **budget, **what}
         try:
             out = attention(q, k, v, algorithm=algorithm, tiles=tiles, **how)
         except SramOverflow as error:
             raise SramOverflow(f"{algorithm}: {error}") from error
-        cost = expected_cost(out, q, k, v, **how)
-        record = {
-            **_moved(algorithm, convention, out.tiles, out.traffic, device),
-            "output_error_over_bound": reference.output_ratio(out.output),
-            "lse_error_over_bound": reference.lse_ratio(out.lse),
-            "sram_elements": out.sram_peak_elements,
-            "sram_bytes": out.sram_peak_bytes,
-            "extra_hbm_elements": out.extra_hbm_elements,
-        }
-        record["differs_from_formula"] = _differences(record, cost)
-        record["expected_output_error"] = None
-        if inputs.expected_output is not None:
-            limit = (
-                TOLERANCES[inputs.expected_output.dtype.name] if tolerance is None else tolerance
-            )
-            record |= {
-                "expected_output_error": _largest_error(out.output, inputs.expected_output, real),
-                "expected_output_tolerance": limit,
-            }
-        record["failures"] = _failures(record)
-        records.append(record)
+        for here, backward in shown:
+            if backward:
+                row = ALGORITHMS[algorithm].backward[here]
+                keep = what.get("block_mask")
+                own = None if tiles is None else _backward_tiles(row, head, budget, tiles, keep)
+                record = _backward_record(out, here, own, do, gradients, device)
+            else:
+                record = _forward_record(out, here, reference, device)
+                record |= _expectation(out, inputs, tolerance, real)
+            cost = expected_cost(out, q, k, v, **how, backward=backward)
+            record["differs_from_formula"] = _differences(record, cost)
+            record["failures"] = _failures(record)
+            records.append(record)
+    records.sort(key=lambda record: bool(record["pass"] == "backward"))
     return _with_ratio(records)
 
 
+def _check_size(head: Head, chosen: list[tuple[str, str]], do: Array | None) -> None:
+    """Refuse what does not fit in this computer's memory before anything is computed."""
+    scores, here = head.Nq * head.Nk, f"N={head.Nq}, Nk={head.Nk}: expected N * Nk of at most"
+    if scores > LARGEST_SCORES and any(name == "standard" for name, _ in chosen):
+        raise ValueError(
+            f"{here} {LARGEST_SCORES} where "
+            "standard attention runs; choose other algorithms, or use `flashsim io`"
+        )
+    if scores > LARGEST_GRADIENTS and do is not None:
+        raise ValueError(f"{here} {LARGEST_GRADIENTS} with --backward; or use `flashsim io`")
+
+
+def _backward_tiles(
+    row: Backward, head: Head, budget: Budget, tiles: tuple[int, int], block_mask: Any
+) -> tuple[int, int]:
+    """Tiles of a backward pass where some are given.
+
+    Where the given ones are the blocks of a layout, a block is cut into as many equal parts as it
+    takes to fit, so that no tile lies in two blocks.
+    """
+    if block_mask is None:
+        return tiles
+    Br, Bc = clamped(tiles, head.Nq, head.Nk)
+    for n in range(1, math.gcd(Br, Bc) + 1):
+        elements, size = row.needs(head, Br // n, Bc // n)
+        fits = elements <= budget.get("sram", math.inf) and size <= budget.get(
+            "sram_bytes", math.inf
+        )
+        if fits and Br % n == Bc % n == 0:
+            return Br // n, Bc // n
+    return tiles
+
+
+def _cut(
+    block_mask: Any, blocks: tuple[int, int] | None, tiles: tuple[int, int], Nq: int, Nk: int
+) -> Any:
+    """A layout over blocks, told for the tiles that each block is cut into."""
+    if block_mask is None or blocks is None:
+        return None
+    for axis, (block, tile, N) in enumerate(
+        zip(clamped(blocks, Nq, Nk), tiles, (Nq, Nk), strict=True)
+    ):
+        block_mask = block_mask.repeat(block // tile, axis).take(range(-(-N // tile)), axis)
+    return block_mask
+
+
+def _forward_record(out: Attention, convention: str, reference: Exact, device: Device) -> Record:
+    return {
+        **_moved("forward", out.algorithm, convention, out.tiles, out.traffic, device),
+        "output_error_over_bound": reference.output_ratio(out.output),
+        "lse_error_over_bound": reference.lse_ratio(out.lse),
+        "sram_elements": out.sram_peak_elements,
+        "sram_bytes": out.sram_peak_bytes,
+        "extra_hbm_elements": out.extra_hbm_elements,
+    }
+
+
+def _backward_record(
+    out: Attention, convention: str, tiles: tuple[int, int] | None, do: Any,
+    exact: ExactGradients | None, device: Device,
+) -> Record:  # fmt: skip
+    try:
+        gradients = out.backward(do, tiles=tiles)
+    except SramOverflow as error:
+        raise SramOverflow(f"{out.algorithm}, backward: {error}") from error
+    assert exact is not None
+    assert out.traffic_backward is not None
+    assert out.tiles_backward is not None
+    moved = out.tiles_backward, out.traffic_backward, device
+    ratios = exact.ratios(gradients)
+    return {
+        **_moved("backward", out.algorithm, convention, *moved),
+        **{f"{name}_error_over_bound": ratio for name, ratio in ratios.items()},
+        "sram_elements": out.sram_peak_backward_elements,
+        "sram_bytes": out.sram_peak_backward_bytes,
+        "extra_hbm_elements": out.extra_hbm_backward_elements,
+        "kept_elements": out.kept_elements,
+    }
+
+
+def _expectation(out: Attention, inputs: Inputs, tolerance: float | None, real: Any) -> Record:
+    """The error of an expected output, and what it may be."""
+    expected = inputs.expected_output
+    if expected is None:
+        return {"expected_output_error": None}
+    return {
+        "expected_output_error": _largest_error(out.output, expected, real),
+        "expected_output_tolerance": (
+            TOLERANCES[expected.dtype.name] if tolerance is None else tolerance
+        ),
+    }
+
+
 def _moved(
-    algorithm: str, convention: str, tiles: tuple[int, int], traffic: Traffic, device: Device
+    which: str,
+    algorithm: str,
+    convention: str,
+    tiles: tuple[int, int],
+    traffic: Traffic,
+    device: Device,
 ) -> Record:
     return {
+        "pass": which,
         "algorithm": algorithm,
         "convention": convention,
         "Br": tiles[0],
@@ -171,21 +332,27 @@ def _largest_error(output: Any, expected: Any, real: Any) -> float:
 
 def _differences(record: Record, cost: Cost) -> list[str]:
     """Which of the executed counts are not those of the closed form."""
-    formula = {"reads": _nonzero(cost.reads), "writes": _nonzero(cost.writes)} | {
-        name: getattr(cost, name) for name in ("sram_elements", "sram_bytes", "extra_hbm_elements")
-    }
+    sizes = ("sram_elements", "sram_bytes", "extra_hbm_elements")
+    formula = {"reads": _nonzero(cost.reads), "writes": _nonzero(cost.writes)}
+    formula |= {name: getattr(cost, name) for name in sizes}
     return [name for name, value in formula.items() if record[name] != value]
+
+
+def errors(record: Record) -> dict[str, float]:
+    """Largest error / bound of each result that was held against float64."""
+    end = "_error_over_bound"
+    return {name.removesuffix(end): x for name, x in record.items() if name.endswith(end)}
 
 
 def _failures(record: Record) -> list[str]:
     found = [
-        f"{what} is off by {record[key]:.3g} times its bound"
-        for what, key in (("output", "output_error_over_bound"), ("lse", "lse_error_over_bound"))
-        if not record[key] <= 1
+        f"{what} is off by {ratio:.3g} times its bound"
+        for what, ratio in errors(record).items()
+        if not ratio <= 1
     ]
     if record["differs_from_formula"]:
         found.append(f"{', '.join(record['differs_from_formula'])} not as in the closed form")
-    error = record["expected_output_error"]
+    error = record.get("expected_output_error")
     if error is not None and not error <= record["expected_output_tolerance"]:
         found.append(
             f"output is off by {error:.2g} from the expected one, more than "
@@ -195,10 +362,11 @@ def _failures(record: Record) -> list[str]:
 
 
 def _with_ratio(records: list[Record]) -> list[Record]:
-    """Add `ratio_to_standard`, of elements moved; None where standard attention is not there."""
-    standard = next((r["total_elements"] for r in records if r["algorithm"] == "standard"), None)
+    """Add `ratio_to_standard`, of elements moved in the same pass; None without standard's."""
+    standard = {r["pass"]: r["total_elements"] for r in records if r["algorithm"] == "standard"}
     for record in records:
-        record["ratio_to_standard"] = record["total_elements"] / standard if standard else None
+        whole = standard.get(record["pass"])
+        record["ratio_to_standard"] = record["total_elements"] / whole if whole else None
     return records
 
 
@@ -214,27 +382,39 @@ def io_records(
     rule: str | None,
     tiles: tuple[int, int] | None,
     device: Device,
+    backward: bool = False,
+    block_mask: Any = None,
     **what: Any,
 ) -> list[Record]:
     """The closed form of each variant, with the tiles given or, if none are, those of a rule.
 
     Parameters as of `io_cost`; rule as of `tile_sizes`, with M the budget in elements as stored.
+    With `backward`, the backward passes come after the forward ones; with `block_mask`, `tiles` are
+    its blocks.
     """
     for name, size, least in (("N", N, 0), ("Nk", Nk, 0), ("d", d, 1), ("dv", dv, 1)):
         checks.integer(name, size, least)
+    stored = DTYPES[checks.choice("dtype", dtype, DTYPES)]
+    head = Head(Mask(N, Nk), d, dv, stored.itemsize, widened(stored).itemsize)
+    sizes = {"Nq": N, "Nk": Nk, "d": d, "dv": dv}
     records = []
-    for algorithm, convention in chosen:
-        Br, Bc = tiles or _tiles(algorithm, N, Nk, d, dv, dtype, budget, rule)
-        Br, Bc = clamped((Br, Bc), N, Nk)
-        cost = io_cost(
-            algorithm, N=N, Nk=Nk, d=d, dv=dv, Br=Br, Bc=Bc, dtype=dtype, convention=convention,
-            **budget, **what,
-        )  # fmt: skip
-        need = {"sram": cost.sram_elements, "sram_bytes": cost.sram_bytes}
-        over = max(need[unit] - limit for unit, limit in budget.items())
-        records.append(
-            {
-                **_moved(algorithm, convention, (Br, Bc), cost, device),
+    for algorithm, _, shown in passes(chosen, backward):
+        for here, back in shown:
+            cost_of = {
+                "N": N, "Nk": Nk, "d": d, "dv": dv, "dtype": dtype, "convention": here,
+                "backward": back, **budget, **what,
+            }  # fmt: skip
+            own = tiles or _tiles(algorithm, back, head, budget, rule)
+            if back:
+                row = ALGORITHMS[algorithm].backward[here]
+                own = _backward_tiles(row, head, budget, own, block_mask)
+            Br, Bc = clamped(own, N, Nk)
+            keep = _cut(block_mask, tiles, (Br, Bc), N, Nk)
+            cost = io_cost(algorithm, Br=Br, Bc=Bc, block_mask=keep, **cost_of)
+            need = {"sram": cost.sram_elements, "sram_bytes": cost.sram_bytes}
+            over = max(need[unit] - limit for unit, limit in budget.items())
+            record = {
+                **_moved(("forward", "backward")[back], algorithm, here, (Br, Bc), cost, device),
                 "flops": cost.flops,
                 "exps": cost.exps,
                 "flops_per_byte": cost.flops / cost.total_bytes if cost.total_bytes else None,
@@ -243,18 +423,199 @@ def io_records(
                 "fits": over <= 0,
                 "extra_hbm_elements": cost.extra_hbm_elements,
             }
-        )
+            if back:
+                heads = what.get("heads", 1) * what.get("batch", 1)
+                record["kept_elements"] = heads * _kept(ALGORITHMS[algorithm], sizes)
+            records.append(record)
+    records.sort(key=lambda record: bool(record["pass"] == "backward"))
     return _with_ratio(records)
 
 
+def _kept(row: Algorithm, sizes: dict[str, int]) -> int:
+    """What a head's forward pass leaves in HBM for the backward one, beyond Q, K, V and O."""
+    reads = row.backward["literal"].reads
+    names = [name for name in row.arrays if name in reads and name != "O"]
+    return sum(math.prod(sizes[symbol] for symbol in SHAPES[name]) for name in names)
+
+
 def _tiles(
-    algorithm: str, N: int, Nk: int, d: int, dv: int, dtype: str, budget: Budget, rule: str | None
+    algorithm: str, backward: bool, head: Head, budget: Budget, rule: str | None
 ) -> tuple[int, int]:
-    row, stored = ALGORITHMS[algorithm], DTYPES[checks.choice("dtype", dtype, DTYPES)]
-    head = Head(Mask(N, Nk), d, dv, stored.itemsize, widened(stored).itemsize)
+    forward = ALGORITHMS[algorithm]
+    row = forward.backward["literal"] if backward else forward
     if checks.choice("rule", rule, RULES) == "strict":
         return default_tiles(row, head, **budget)
     if rule == "optimal":
         return optimal(row, head, **budget)
     M = budget.get("sram", budget.get("sram_bytes", 0) // head.stored)
-    return tile_sizes(max(1, M), d, "paper", algorithm)
+    return tile_sizes(max(1, M), head.d, "paper", algorithm, backward=backward)
+
+
+# Layouts, by names such as "random:0.25": form, builder from the grid's shape, and most arguments.
+
+LAYOUTS: dict[str, tuple[str, Callable[..., Array], int]] = {
+    "butterfly": ("butterfly[:FACTORS]", lambda grid, *n: layouts.butterfly(grid[0], *n), 1),
+    "local-global": ("local-global[:LOCAL[,GLOBAL]]", layouts.local_global, 2),
+    "strided": (
+        "strided[:STRIDE]",
+        lambda grid, *n: layouts.strided(grid, *n or (_root(grid),)),
+        1,
+    ),
+    "random": ("random:DENSITY[,SEED]", layouts.at_random, 2),
+    "causal": ("causal", layouts.causal, 0),
+}
+USUAL_LAYOUTS = (
+    "butterfly", "local-global", "strided", "causal",
+    "random:0.125", "random:0.25", "random:0.5", "random:0.75",
+)  # fmt: skip
+
+
+def _root(grid: tuple[int, int]) -> int:
+    """The stride that leaves about as many blocks near the diagonal as far from it."""
+    return max(1, round(math.sqrt(max(grid))))
+
+
+def named_layout(name: str, blocks: tuple[int, int], Nq: int, Nk: int) -> Array:
+    """A layout such as "butterfly" or "random:0.25", over blocks of (Br, Bc) scores.
+
+    Raises
+    ------
+    ValueError
+        If there is none of that name, or none on the grid that the blocks make; it says why.
+    """
+    kind, colon, text = name.partition(":")
+    if kind not in LAYOUTS:
+        forms = ", ".join(form for form, _, _ in LAYOUTS.values())
+        raise checks.bad("layout", name, f"one of {forms}")
+    form, build, most = LAYOUTS[kind]
+    try:
+        numbers = [_number(part) for part in text.split(",")] if colon else []
+    except ValueError:
+        raise checks.bad("layout", name, form) from None
+    if len(numbers) > most or (kind == "random" and not numbers):
+        raise checks.bad("layout", name, form)
+    rows, columns = grid = _grid(blocks, Nq, Nk)
+    there = f"there are {rows} x {columns} of {blocks[0]} x {blocks[1]} scores"
+    if rows * columns > LARGEST_GRID:
+        raise checks.bad("layout", name, f"at most {LARGEST_GRID} blocks; {there}")
+    if kind == "butterfly" and not (rows == columns > 0 and rows & (rows - 1) == 0):
+        others = _power_of_two(Nq, Nk, max(blocks))
+        if others is not None:
+            there += f", and those of {others[0]} x {others[1]} would do"
+        raise checks.bad(
+            "layout", name, f"as many rows of blocks as columns, a power of two; {there}"
+        )
+    try:
+        return build(grid, *numbers)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"layout={name!r}: {error}") from error
+
+
+def _grid(blocks: tuple[int, int], Nq: int, Nk: int) -> tuple[int, int]:
+    return -(-Nq // blocks[0]), -(-Nk // blocks[1])
+
+
+def _number(text: str) -> float:
+    return int(text) if text.strip().isdecimal() else float(text)
+
+
+def block_sizes(Nq: int, Nk: int) -> tuple[int, int]:
+    """(Br, Bc) of about 32, or an eighth of a short length, if they can be a power of two of each.
+
+    Where they cannot, 32; then there is no butterfly.
+    """
+    wanted = min(32.0, max(Nq, Nk) / 8)
+    return _power_of_two(Nq, Nk, wanted, (wanted / 2, wanted * 1.5)) or (32, 32)
+
+
+def _power_of_two(
+    Nq: int, Nk: int, wanted: float, sides: tuple[float, float] = (0, math.inf)
+) -> tuple[int, int] | None:
+    """(Br, Bc), closest to wanted, that cut both lengths into the same power of two of blocks."""
+    found, n = [], 1
+    while n <= min(Nq, Nk):
+        blocks = -(-Nq // n), -(-Nk // n)
+        if _grid(blocks, Nq, Nk) == (n, n) and sides[0] <= max(blocks) <= sides[1]:
+            found.append(blocks)
+        n *= 2
+    return min(found, key=lambda blocks: abs(math.log(max(blocks) / wanted)), default=None)
+
+
+def layout_records(
+    inputs: Inputs,
+    names: Iterable[str],
+    *,
+    blocks: tuple[int, int],
+    on_step: Callable[[str], None],
+    **what: Any,
+) -> tuple[list[Record], list[str]]:
+    """What each layout drops on the inputs, and what it moves beside dense FlashAttention.
+
+    Parameters
+    ----------
+    inputs : Inputs
+    names : iterable of str
+        As `named_layout` takes them.
+    blocks : (Br, Bc)
+        Blocks of the layouts, and tiles of the runs.
+    on_step : callable
+        Told what comes next.
+    **what
+        Further masks and scale, as in `attention`.
+
+    Returns
+    -------
+    records : list of Record
+        `failures` lists what does not hold.
+    missing : list of str
+        Why there is no record of some layout.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    what = {
+        "attn_mask": inputs.attn_mask, "key_padding_mask": inputs.key_padding_mask,
+        "enable_gqa": True, **what,
+    }  # fmt: skip
+    head = checked(q, k, v, **what).head
+    blocks = clamped(blocks, head.Nq, head.Nk)
+    on_step("dense")
+    dense = attention(q, k, v, algorithm="flash1", tiles=blocks, **what).traffic.total_elements
+    records, missing = [], []
+    for name in names:
+        on_step(name)
+        try:
+            keep = named_layout(name, blocks, head.Nq, head.Nk)
+        except ValueError as error:
+            missing.append(str(error))
+            continue
+        how = {**what, "block_mask": keep}
+        out = attention(q, k, v, algorithm="block_sparse", tiles=blocks, **how)
+        cost = expected_cost(out, q, k, v, **how)
+        dropped, real = np.broadcast_arrays(
+            layouts.weight_outside(q, k, keep, blocks, **what)[..., None], _real_rows(inputs)
+        )
+        dropped = dropped[real]
+        same = all(
+            _nonzero(moved) == _nonzero(wanted)
+            for moved, wanted in (
+                (out.traffic.reads, cost.reads),
+                (out.traffic.writes, cost.writes),
+            )
+        )
+        records.append(
+            {
+                "layout": name,
+                "Br": blocks[0],
+                "Bc": blocks[1],
+                "block_rows": keep.shape[0],
+                "block_columns": keep.shape[1],
+                "blocks_kept": int(keep.sum()),
+                "density": layouts.density(keep),
+                "dropped_weight_mean": float(dropped.mean()) if dropped.size else 0.0,
+                "dropped_weight_worst": float(dropped.max(initial=0)),
+                "total_elements": out.traffic.total_elements,
+                "dense_elements": dense,
+                "ratio_to_dense": out.traffic.total_elements / dense if dense else None,
+                "failures": [] if same else ["reads or writes not as in the closed form"],
+            }
+        )
+    return records, missing

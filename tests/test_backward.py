@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import flashsim as fs
+from flashsim.algorithms import ALGORITHMS
 from flashsim.cost.io import expected_cost
 from flashsim.problem import checked
 from flashsim.reference import exact, exact_gradients
@@ -60,6 +61,7 @@ def test_executed_is_the_closed_form_for_each_array(call, variant, tiles, wrt_ma
     assert out.sram_peak_backward_elements == cost.sram_elements
     assert out.sram_peak_backward_bytes == cost.sram_bytes
     assert out.traffic_backward.total_bytes == cost.total_bytes
+    assert out.extra_hbm_backward_elements == cost.extra_hbm_elements
 
 
 @given(calls(max_n=20), backwards, st.integers(1, 4000), st.booleans())
@@ -242,8 +244,6 @@ def test_what_is_kept_for_backward_is_quadratic_for_standard_and_linear_for_flas
 @pytest.mark.parametrize("algorithm", ["flash1", "flash2", "flash2-two-kernel", "standard"])
 @pytest.mark.parametrize("N, d, dv, M", [(13, 3, 3, 90), (24, 2, 5, 120), (17, 4, 1, 200)])
 def test_the_optimal_rule_of_the_backward_pass_is_the_best_of_all_tiles(algorithm, N, d, dv, M):
-    from flashsim.algorithms import ALGORITHMS
-
     row = ALGORITHMS[algorithm].backward["literal"]
     head = checked(*(np.zeros((N, w), np.float32) for w in (d, d, dv))).head
 
@@ -291,3 +291,24 @@ def test_strided_and_broadcast_gradients_of_the_output_give_the_bits_of_their_co
     for do in (ones, swapped):
         a, b = out.backward(do), out.backward(do.copy())
         assert all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+@given(calls(dtypes=DTYPES, max_n=20), tilings)
+def test_the_gradient_of_a_softmax_in_two_passes_is_as_exact_and_as_counted(call, tiles):
+    """Standard attention where not even one row of P and dP fits on chip, whatever the budget."""
+    do, wrt_mask = gradient_of_output(call), has_float_mask(call)
+    entry = ALGORITHMS["standard"]
+    backward = {
+        name: dataclasses.replace(row, more=lambda *_: {"Bs": 0})
+        for name, row in entry.backward.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALGORITHMS, "standard", dataclasses.replace(entry, backward=backward))
+        out = run(call, ("standard", "literal"), tiles=tiles)
+        got = out.backward(do, tiles=tiles, wrt_mask=wrt_mask)
+        cost = expected_cost(out, *call, backward=True, wrt_mask=wrt_mask, **call.what)
+    ratios = exact_gradients(*call, do, **call.what).ratios(got)
+    assert max(ratios.values()) <= 1, ratios
+    assert counted(out.traffic_backward) == counted(cost)
+    assert out.sram_peak_backward_elements == cost.sram_elements
+    assert out.sram_peak_backward_bytes == cost.sram_bytes

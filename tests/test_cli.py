@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,18 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import flashsim as fs
-from flashsim import cli, tables, verify
+from flashsim import cli, layouts, tables, verify
+from flashsim.attention import Attention
 from flashsim.cost.devices import DEVICES
-from flashsim.inputs import read_inputs
+from flashsim.inputs import random_inputs, read_inputs
 from flashsim.reference import exact
+from flashsim.sample import load_sample
 
 SMALL = ["run", "--shape", "1,2,40,8"]
 VARIANTS = ["standard", "flash1:literal", "flash1:elided", "flash2"]
+BACKWARD = [*VARIANTS[:3], "flash2:literal", "flash2:elided", "flash2-two-kernel"]
+COMMANDS = ["run", "io", "sweep", "layouts", "devices"]
+SPARSE = ["block_sparse:literal", "block_sparse:elided"]
 
 
 def invoke(*arguments: object, columns: int = 120) -> Any:
@@ -127,6 +133,242 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
         assert invoke(*SMALL, "--plot", tmp_path / name).exit_code == 0
         assert (tmp_path / name).read_bytes().startswith(start)
+
+
+# backward
+
+
+def test_gradients_and_counts_of_every_backward_pass_hold_on_the_sample() -> None:
+    result = subprocess_run("run", "--backward")
+    assert result.returncode == 0
+    assert "Every check held: output, lse and gradients" in result.stdout
+    assert all(name in result.stdout for name in BACKWARD)
+
+
+def test_backward_adds_a_record_for_each_pass_that_differs() -> None:
+    """FlashAttention-2's forward pass is shown once, its backward passes are three."""
+    records = document(*SMALL, "--backward", "--causal", "--sram", 900)["records"]
+    forward = document(*SMALL, "--causal", "--sram", 900)["records"]
+    assert records[: len(forward)] == forward
+    backward = records[len(forward) :]
+    assert [verify.label(record) for record in backward] == BACKWARD
+    for record in backward:
+        assert record["pass"] == "backward"
+        cost = fs.io_cost(
+            record["algorithm"], N=40, d=8, heads=2, is_causal=True, sram=900, backward=True,
+            Br=record["Br"], Bc=record["Bc"], convention=record["convention"],
+        )  # fmt: skip
+        assert record["total_elements"] == cost.total_elements
+        assert record["sram_elements"] == cost.sram_elements <= 900
+        assert record["memory_seconds"] == cost.total_bytes / 4.8e12
+        assert all(0 < record[f"{x}_error_over_bound"] <= 1 for x in ("dq", "dk", "dv"))
+        standard = backward[0]["total_elements"]
+        assert record["ratio_to_standard"] == record["total_elements"] / standard
+
+
+def test_standard_keeps_its_weights_for_the_backward_pass_and_flash_its_statistics() -> None:
+    """N^2 for standard attention, l and m for FlashAttention, their sum for its successor."""
+    wanted = {"standard": 2 * 40 * 40, "flash1": 2 * 2 * 40, "flash2": 2 * 40}
+    wanted["flash2-two-kernel"] = wanted["flash2"]
+    for command in ([*SMALL], ["io", "-N", 40, "-d", 8, "--heads", 2]):
+        for record in document(*command, "--backward")["records"]:
+            if record["pass"] == "backward":
+                assert record["kept_elements"] == wanted[record["algorithm"]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_backward_passes_hold_for_every_dtype_with_dropout_and_a_window(dtype: str) -> None:
+    result = invoke(
+        *SMALL, "--backward", "--seed", 3, "--dtype", dtype, "--dropout", 0.2, "--window", "9,3"
+    )
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
+def test_the_gradient_of_the_output_may_be_in_the_file(name: str, tmp_path: Path) -> None:
+    given = arrays()
+    do = np.zeros_like(given["q"])
+    write_inputs(tmp_path / name, do=do, **given)
+    records = document("run", tmp_path / name, "--backward")["records"]
+    backward = [record for record in records if record["pass"] == "backward"]
+    assert [record["dv_error_over_bound"] for record in backward] == [0] * len(BACKWARD)
+    refused = invoke("run", tmp_path / name, "--backward", "--seed", 1)
+    assert_one_line(refused.stdout, refused.stderr, refused.exit_code, "--seed 1", "gives do")
+
+
+def write_inputs(path: Path, **given: Any) -> None:
+    if path.suffix == ".npz":
+        np.savez(path, **given)
+    else:
+        save_file({name: np.ascontiguousarray(a) for name, a in given.items()}, path)
+
+
+def test_a_drawn_gradient_is_the_seeds_and_not_one_of_the_inputs() -> None:
+    inputs = random_inputs((1, 2, 40, 8), seed=5)
+    do = verify.output_gradient(inputs, 5)
+    assert (do == verify.output_gradient(inputs, 5)).all()
+    assert (do != verify.output_gradient(inputs, 6)).any()
+    assert all((do != x).any() for x in (inputs.q, inputs.k, inputs.v))
+
+
+def test_a_seed_may_be_given_for_the_gradient_alone() -> None:
+    found = [document("run", "-a", "flash2", "--backward", "--seed", seed) for seed in (0, 1)]
+    assert all(one["held"] for one in found)
+    errors = [one["records"][1]["dq_error_over_bound"] for one in found]
+    assert errors[0] != errors[1]
+
+
+def test_padding_and_shared_key_heads_pass_backward(tmp_path: Path) -> None:
+    given = arrays(key_padding_mask=np.arange(40).reshape(2, 20) % 3 > 0)
+    given |= {"k": given["k"][:, :1], "v": given["v"][:, :1]}
+    given["attn_mask"] = np.random.default_rng(1).standard_normal((20, 20)).astype(np.float32)
+    np.savez(tmp_path / "a.npz", **given)
+    result = invoke("run", tmp_path / "a.npz", "--backward")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_gradient_outside_its_bound_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(self: Any, *given: Any, **how: Any) -> Any:
+        dq, dk, dv = right(self, *given, **how)
+        return dq, dk * np.float32(1 + 1e-4), dv
+
+    right = Attention.backward
+    monkeypatch.setattr(Attention, "backward", off)
+    result = invoke(*SMALL, "--backward")
+    assert result.exit_code == 1
+    assert "FAILED: flash2-two-kernel, backward: dk is off by" in result.stdout
+    assert "NO" in result.stdout
+
+
+def test_a_backward_count_that_is_not_the_formulas_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_write_more(out: Any, *inputs: Any, backward: bool, **how: Any) -> Any:
+        cost = right(out, *inputs, backward=backward, **how)
+        cost.writes["dQ"] = cost.writes.get("dQ", 0) + backward
+        return cost
+
+    right = verify.expected_cost
+    monkeypatch.setattr(verify, "expected_cost", one_write_more)
+    result = invoke(*SMALL, "--backward")
+    assert result.exit_code == 1
+    assert "FAILED: flash1:elided, backward: writes not as in the closed form" in result.stdout
+    assert "FAILED: flash2: " not in result.stdout
+
+
+def test_one_variant_is_run_in_both_passes() -> None:
+    for name in ("flash2-two-kernel", "flash2:elided", "flash1:elided"):
+        records = document(*SMALL, "--backward", "-a", name)["records"]
+        assert [record["pass"] for record in records] == ["forward", "backward"]
+        assert records[1]["algorithm"] == name.partition(":")[0]
+
+
+# layouts
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["butterfly", "butterfly:1", "local-global:0,1", "strided:3", "random:0.4,7", "causal"],
+)
+def test_every_algorithm_runs_with_every_layout(layout: str) -> None:
+    found = document("run", "--shape", "1,2,70,8", "--backward", "--layout", layout)
+    assert found["held"] is True
+    assert found["options"]["layout"] == layout
+    forward = [r for r in found["records"] if r["pass"] == "forward"]
+    assert [verify.label(r) for r in forward] == [*VARIANTS, *SPARSE]
+    assert {(r["Br"], r["Bc"]) for r in forward} == {(9, 9)}  # 8 x 8 blocks
+    reads = {r["algorithm"]: r["reads"]["Q"] for r in forward if r["convention"] == "literal"}
+    assert reads["block_sparse"] == reads["flash1"] < 8 * reads["standard"]
+
+
+def test_a_layouts_backward_tiles_are_parts_of_its_blocks() -> None:
+    """Blocks that the forward pass can hold may be too large for the backward one."""
+    what = ["--layout", "causal", "--tiles", "16,16", "--backward", "--sram", 900]
+    found = document(*SMALL, *what, "-a", "block_sparse", "-a", "flash2")
+    assert found["held"] is True
+    for record in found["records"]:
+        size = 16 if record["pass"] == "forward" else 8
+        assert (record["Br"], record["Bc"]) == (size, size)
+
+
+def test_io_says_of_a_layout_what_a_run_of_it_counts() -> None:
+    """Ragged, and with blocks that the backward passes must cut."""
+    what = ["--layout", "strided:2", "--tiles", "16,8", "--sram", 700, "--backward"]
+    ran = document("run", "--shape", "1,2,45,8", *what)["records"]
+    said = document("io", "-N", 45, "-d", 8, "--heads", 2, "--dtype", "float32", *what)["records"]
+    assert len(ran) == len(said) > 8
+    for one, other in zip(ran, said, strict=True):
+        same = set(one) & set(other) - {"failures"}
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+    assert any(record["Br"] < 16 for record in said)
+
+
+def test_io_takes_a_layout() -> None:
+    keep = layouts.butterfly(16)
+    records = document("io", "-N", 512, "--layout", "butterfly", "--tiles", "32,32", "--backward")
+    for record in records["records"]:
+        cost = fs.io_cost(
+            record["algorithm"], N=512, d=64, Br=32, Bc=32, block_mask=keep, dtype="float16",
+            convention=record["convention"], backward=record["pass"] == "backward",
+            sram_bytes=227 * 1024,
+        )  # fmt: skip
+        assert record["total_elements"] == cost.total_elements
+
+
+def test_layouts_tells_what_each_drops_and_saves_on_the_sample() -> None:
+    found = document("layouts")
+    assert found["held"] is True
+    sample = load_sample()
+    q, k, real = sample.q, sample.k, sample.key_padding_mask
+    records = {record["layout"]: record for record in found["records"]}
+    assert list(records) == list(verify.USUAL_LAYOUTS)
+    for name, record in records.items():
+        assert (record["Br"], record["Bc"]) == (23, 23)
+        keep = verify.named_layout(name, (23, 23), 180, 180)
+        assert record["density"] == layouts.density(keep)
+        dropped = layouts.weight_outside(q, k, keep, (23, 23), key_padding_mask=real)
+        mine = np.concatenate([dropped[0].ravel(), dropped[1, :, :24].ravel()])
+        assert record["dropped_weight_mean"] == pytest.approx(mine.mean())
+        assert record["dropped_weight_worst"] == pytest.approx(mine.max())
+        assert 0 < record["ratio_to_dense"] < 1
+    densities = [0.125, 0.25, 0.5, 0.75]
+    random = [records[f"random:{density}"] for density in densities]
+    assert [record["density"] for record in random] == densities
+    for less, more in pairwise(random):
+        assert less["total_elements"] < more["total_elements"]
+        assert less["dropped_weight_mean"] > more["dropped_weight_mean"]
+
+
+def test_a_layout_of_all_blocks_drops_nothing_and_saves_nothing(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **{name: a[0, 0] for name, a in arrays().items()})
+    records = document("layouts", tmp_path / "a.npz", "--layout", "random:1", "--block", 6)
+    (record,) = records["records"]
+    assert (record["block_rows"], record["blocks_kept"]) == (4, 16)
+    assert record["dropped_weight_worst"] == 0
+    assert record["ratio_to_dense"] == 1
+
+
+def test_layouts_says_why_butterfly_is_left_out_and_which_blocks_would_do() -> None:
+    result = invoke("layouts", "--block", 32, columns=400)
+    assert result.exit_code == 0
+    assert "there are 6 x 6 of 32 x 32 scores, and those of 23 x 23 would do" in result.stdout
+    assert "local-global" in result.stdout
+    asked = invoke("layouts", "--block", 32, "--layout", "butterfly")
+    assert_one_line(asked.stdout, asked.stderr, asked.exit_code, "layout='butterfly'", "23 x 23")
+
+
+@pytest.mark.parametrize("lengths", [(180, 180), (4096, 4096), (1100, 1100), (40, 40), (64, 96)])
+def test_default_blocks_make_a_power_of_two(lengths: tuple[int, int]) -> None:
+    Br, Bc = verify.block_sizes(*lengths)
+    assert max(Br, Bc) <= 48
+    rows, columns = -(-lengths[0] // Br), -(-lengths[1] // Bc)
+    assert rows == columns >= 8
+    assert rows & (rows - 1) == 0
+
+
+def test_blocks_are_32_where_no_power_of_two_fits() -> None:
+    """No block of about 32 rows cuts 2200 into 64 or 128, nor both 1 and 64 into as many."""
+    assert verify.block_sizes(2200, 2200) == verify.block_sizes(1, 64) == (32, 32)
+    with pytest.raises(ValueError, match="those of 69 x 69 would do"):
+        verify.named_layout("butterfly", (32, 32), 2200, 2200)
 
 
 # files
@@ -281,6 +523,17 @@ def test_io_says_where_standard_attention_wins() -> None:
     assert "wins" not in invoke("io").stdout
 
 
+@pytest.mark.parametrize("rule", ["paper", "strict", "optimal"])
+def test_io_takes_the_backward_passes_own_tiles(rule: str) -> None:
+    found = document("io", "-N", 500, "-d", 16, "--rule", rule, "--sram", 4096, "--backward")
+    records = [record for record in found["records"] if record["pass"] == "backward"]
+    assert [verify.label(record) for record in records] == BACKWARD
+    for record in records:
+        tiles = fs.tile_sizes(4096, 16, rule, record["algorithm"], N=500, backward=True)
+        assert (record["Br"], record["Bc"]) == tiles
+        assert record["fits"] or rule == "paper"
+
+
 # devices
 
 
@@ -305,7 +558,15 @@ def test_one_device_is_shown_with_its_notes() -> None:
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
 @pytest.mark.parametrize(
-    "command", [[*SMALL], ["io", "--rule", "paper", "--sram-kb", 16], ["devices"]]
+    "command",
+    [
+        [*SMALL],
+        [*SMALL, "--backward"],
+        ["io", "--rule", "paper", "--sram-kb", 16],
+        ["io", "--backward"],
+        ["layouts"],
+        ["devices"],
+    ],
 )
 def test_no_number_is_cut_at_any_width(columns: int, command: list[object]) -> None:
     shown = invoke(*command, columns=columns).stdout
@@ -380,6 +641,19 @@ BAD_ARGUMENTS = {
     "heads": (["io", "--heads", "-1"], "heads=-1"),
     "rule": (["io", "--rule", "thumb"], "rule='thumb'"),
     "rule and tiles": (["io", "--rule", "paper", "--tiles", "8,8"], "--rule paper"),
+    "no layout": (["run", "-a", "block_sparse"], "--layout"),
+    "unknown layout": ([*SMALL, "--layout", "waffle"], "layout='waffle'"),
+    "layout's number": ([*SMALL, "--layout", "strided:x"], "strided[:STRIDE]"),
+    "layout's numbers": ([*SMALL, "--layout", "butterfly:1,2"], "butterfly[:FACTORS]"),
+    "layout's range": ([*SMALL, "--layout", "random:2"], "density=2"),
+    "layout without density": (["layouts", "--layout", "random"], "random:DENSITY"),
+    "butterfly": ([*SMALL, "--layout", "butterfly", "--tiles", "16,16"], "power of two"),
+    "huge layout": (["io", "-N", "1000000", "--layout", "causal"], "blocks"),
+    "layout and rule": (["io", "--layout", "causal", "--rule", "paper"], "--rule paper"),
+    "block": (["layouts", "--block", "0"], "block=0"),
+    "backward too long": (["run", "--shape", "1,1,5000,1", "--backward"], "--backward"),
+    "backward tiles": (["run", "--backward", "--tiles", "32,63"], "flash1, backward: "),
+    "part": (["sweep", "sideways"], "part='sideways'"),
     "unknown device": (["devices", "abacus"], "device='abacus'"),
 }  # fmt: skip
 
@@ -445,6 +719,14 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     np.savez(
         case("expected shape", ".npz", "expected_output.shape"), **arrays(expected_output=q[:1])
     )
+    for name, do, why in (
+        ("do dtype", q.astype(np.float64), "do.dtype='float64'"),
+        ("do shape", q[:1], "do.shape"),
+        ("do objects", np.array([None]), "not a readable .npz file"),
+    ):
+        np.savez(case(name, ".npz", why), **arrays(do=do))
+    whole = arrays(do=q.astype(np.int8))
+    save_file(whole, case("do safetensors", ".safetensors", "do is "))
     with zipfile.ZipFile(case("no arrays", ".npz", "q is not an array"), "w") as archive:
         for name in "qkv":
             archive.writestr(f"{name}.npy", "hello")
@@ -453,7 +735,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
 
 def test_a_bad_file_is_one_line_that_says_which_and_why(tmp_path: Path) -> None:
     for path, why in bad_files(tmp_path).values():
-        result = invoke("run", path)
+        result = invoke("run", path, "--backward")
         assert_one_line(result.stdout, result.stderr, result.exit_code, why, str(path))
 
 
@@ -498,8 +780,8 @@ def test_version_and_help() -> None:
     for arguments in ([], ["--help"], ["-h"]):
         shown = invoke(*arguments)
         assert shown.exit_code == 0
-        assert all(name in shown.stdout for name in ("run", "io", "sweep", "devices"))
-    for name in ("run", "io", "sweep", "devices"):
+        assert all(name in shown.stdout for name in COMMANDS)
+    for name in COMMANDS:
         assert invoke(name, "--help").exit_code == 0
 
 

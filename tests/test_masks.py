@@ -102,3 +102,26 @@ def test_a_float_mask_adds_and_masks_and_a_bool_mask_only_masks():
 def test_a_score_that_is_nan_behind_the_mask_becomes_minus_infinity():
     S = np.array([[np.nan, 1.0]])
     assert Mask(1, 2, lo=1).tile(slice(0, 1), slice(0, 2))(S).tolist() == [[-np.inf, 1.0]]
+
+
+def test_a_tile_that_fills_the_band_to_its_edges_is_full():
+    mask, rows = Mask(8, 8, lo=-3, hi=3), slice(2, 4)  # both rows see keys 0 to 5
+    assert mask.full(rows, slice(0, 6))
+    assert not mask.full(rows, slice(0, 7))
+    assert not mask.full(slice(2, 5), slice(0, 6))
+    assert not mask.full(slice(1, 4), slice(0, 6))
+    assert not mask.empty(slice(0, 1), slice(3, 8))
+    assert mask.empty(slice(0, 1), slice(4, 8))
+    assert not mask.empty(slice(7, 8), slice(0, 5))
+    assert mask.empty(slice(7, 8), slice(0, 4))
+
+
+def test_a_broadcast_side_of_an_array_is_its_only_row_or_column():
+    for rows, columns, where in (
+        (6, 8, "2:5, 4:8"), (1, 8, "0:1, 4:8"), (6, 1, "2:5, 0:1"), (1, 1, "0:1, 0:1"),
+    ):  # fmt: skip
+        machine = Machine(log=[])
+        Mask(6, 8, array=machine.hbm(mask=np.zeros((rows, columns)))["mask"]).tile(
+            slice(2, 5), slice(4, 8)
+        )
+        assert [event.where for event in machine.log] == [where]

@@ -1,6 +1,5 @@
 """The chip and its budget: nothing gets around it, nothing outlives its turn."""
 
-import dataclasses
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -352,27 +351,6 @@ def test_tiles_born_on_chip_have_the_names_of_the_papers_and_the_type_of_the_sco
     assert born == {(name, wide) for name in BORN[algorithm, rows_fit]}
 
 
-@pytest.mark.parametrize("algorithm, convention, rows_fit", CASES)
-@pytest.mark.parametrize("dtype, wide", [("float16", "float32"), ("float64", "float64")])
-def test_tiles_born_on_chip_have_the_names_of_the_papers_and_the_type_of_the_scores(
-    monkeypatch, algorithm, convention, rows_fit, dtype, wide
-):
-    """Names are what SramOverflow, the log and a recording show; types are what bytes count."""
-    place, born = Machine.__call__, set()
-
-    def watched(self, name, tile):
-        born.add((name, str(tile.dtype)))
-        return place(self, name, tile)
-
-    monkeypatch.setattr(Machine, "__call__", watched)
-    if not rows_fit:
-        row = dataclasses.replace(ALGORITHMS[algorithm], more=lambda *_: {"Bs": 0})
-        monkeypatch.setitem(ALGORITHMS, algorithm, row)
-    q, k, v = np.random.default_rng(0).standard_normal((3, 9, 4)).astype(dtype)
-    fs.attention(q, k, v, algorithm=algorithm, convention=convention, tiles=(4, 4))
-    assert born == {(name, wide) for name in BORN[algorithm, rows_fit]}
-
-
 def test_a_tile_is_contiguous_whatever_the_order_of_its_array():
     """Another order takes BLAS down another path, and changes last bits."""
     for A in (np.asfortranarray(matrix()), matrix()[:, ::-1], matrix(2, 6).T):
@@ -381,3 +359,40 @@ def test_a_tile_is_contiguous_whatever_the_order_of_its_array():
             for rows, tile in tiles(4, X):
                 assert tile.flags.c_contiguous
                 assert tile.tolist() == A[rows].tolist()
+
+
+BORN_BACKWARD = {
+    ("standard", True): {"dVj", "P", "dPij", "dP", "dQi", "dKj"},
+    ("standard", False): {"dVj", "P", "dPij", "Di", "dP", "dQi", "dKj"},
+    ("flash1", True): {"dKj", "dVj", "Sij", "dPij"},
+    ("flash2", True): {"dKj", "dVj", "Sij", "dPij"},
+    ("flash2-two-kernel", True): {"dKj", "dVj", "Sij", "dPij", "dQi"},
+}
+
+
+@pytest.mark.parametrize(
+    "algorithm, convention, rows_fit",
+    [(*variant, True) for variant in BACKWARDS] + [("standard", "literal", False)],
+)
+@pytest.mark.parametrize("dtype, wide", [("float16", "float32"), ("float64", "float64")])
+def test_tiles_born_in_the_backward_pass_have_names_of_their_own_and_the_type_of_the_scores(
+    monkeypatch, algorithm, convention, rows_fit, dtype, wide
+):
+    """With grouped heads, whose gradients are summed at the end."""
+    entry = ALGORITHMS[algorithm]
+    if not rows_fit:
+        backward = {n: replace(b, more=no_row_fits) for n, b in entry.backward.items()}
+        monkeypatch.setitem(ALGORITHMS, algorithm, replace(entry, backward=backward))
+    q, do = np.random.default_rng(0).standard_normal((2, 2, 9, 4)).astype(dtype)
+    out = fs.attention(
+        q, q[:1], q[:1], algorithm=algorithm, convention=convention, tiles=(4, 4), enable_gqa=True
+    )
+    place, born = Machine.__call__, set()
+
+    def watched(self, name, tile):
+        born.add((name, str(tile.dtype)))
+        return place(self, name, tile)
+
+    monkeypatch.setattr(Machine, "__call__", watched)
+    out.backward(do)
+    assert born == {(name, wide) for name in {"sum_j", *BORN_BACKWARD[algorithm, rows_fit]}}

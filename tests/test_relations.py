@@ -146,8 +146,13 @@ def test_what_lies_behind_the_mask_does_not_matter(call, variant, tiles):
 def test_a_nan_in_a_visible_value_shows_in_every_tiling(call, variant, tiles):
     assume(call.k.shape[-2] > 0 and "dropout_p" not in call.what)
     call.v[..., -1, 0] = np.nan
+    last = np.zeros_like(call.v)
+    last[..., -1, :] = 1
+    weight = run(dataclasses.replace(call, v=last), variant, tiles=tiles).output[..., 0]
     out = run(call, variant, tiles=tiles)
-    assert np.isnan(out.output[..., 0]).all()
+    # standard attention cannot tell a stored weight that underflowed to 0 from a masked one
+    hidden = (weight == 0) & (variant[0] == "standard")
+    assert np.array_equal(np.isnan(out.output[..., 0]), ~hidden)
     assert np.isfinite(out.output[..., 1:]).all()
     assert np.isfinite(out.lse).all()
 

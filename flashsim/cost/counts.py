@@ -653,4 +653,5 @@ def group_sum(head: Head, *, Bc: int) -> Cost:
             "dV_group": head.stored,
         },
         **_peak(_moment(head, 0, 2 * rows * max(head.d, head.dv))),
+        extra_hbm_elements=head.group * sum(sums),
     )
