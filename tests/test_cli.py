@@ -556,7 +556,7 @@ def test_one_device_is_shown_with_its_notes() -> None:
 # tables
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize(
     "command",
     [

@@ -1,0 +1,338 @@
+"""The kernels on a GPU: right, how fast beside their peers, and how many bytes they really move.
+
+    python benchmarks/gpu_kernels.py --out results.json             # checks and times
+    python benchmarks/gpu_kernels.py --out results.json --counters  # and Nsight Compute's bytes
+
+Needs PyTorch, which also makes the inputs and the peers; --counters needs `ncu` and the right to
+read counters. Times are CUDA events around one call, after warm-up, inputs in turn from three sets:
+the median, and the range of the middle half. Clocks are left as they are.
+"""
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import io
+import json
+import platform
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashsim as fs
+from flashsim import kernels
+
+METRICS = (
+    "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "l1tex__m_l1tex2xbar_write_bytes.sum",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "gpu__time_duration.sum",
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+)
+BIG = (4, 16, 4096, 64)
+WIDE = (2, 16, 4096, 128)
+
+# (algorithm, shape, dtype, tiles, further arguments): what ncu looks at
+COUNTED = [
+    ("flash2", BIG, "float32", (128, 64), {}),
+    ("flash2", BIG, "float32", (64, 64), {}),
+    ("flash2", BIG, "float16", (128, 64), {}),
+    ("flash2", BIG, "float32", (128, 64), {"is_causal": True}),
+    ("flash2", WIDE, "float32", (128, 64), {}),
+    ("flash2", WIDE, "float32", (64, 32), {}),
+    ("flash1", BIG, "float32", (128, 128), {}),
+    ("flash1", BIG, "float32", (64, 64), {}),
+    ("flash1", WIDE, "float32", (64, 64), {}),
+    ("standard", (1, 16, 4096, 64), "float32", (128, 64), {}),
+]
+
+
+def normal(shape, dtype, seed):
+    """Normal numbers on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, dtype))
+
+
+def inputs(shape, dtype, seed=0):
+    """q, k, v of normal numbers."""
+    return tuple(normal(shape, dtype, 3 * seed + n) for n in range(3))
+
+
+def unfused(q, k, v, is_causal=False):
+    """Standard attention as three PyTorch operations."""
+    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if is_causal:
+        s = s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), float("-inf"))
+    return torch.softmax(s, -1) @ v
+
+
+def sdpa(backend):
+    """PyTorch's fused attention by one of its backends."""
+
+    def run(q, k, v, is_causal=False):
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return run
+
+
+def milliseconds(calls, seconds=0.3):
+    """(median, lower quartile, upper quartile) of a call's time; `calls` take turns."""
+    for call in calls * 2:
+        call()
+    torch.cuda.synchronize()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    while len(times) < 9 or (sum(times) < 1e3 * seconds and len(times) < 300):
+        call = calls[len(times) % len(calls)]
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    low, median, high = statistics.quantiles(times, n=4)
+    return median, low, high
+
+
+def timed(name, calls, flops):
+    """A row of the table; a contestant that does not run says why."""
+    try:
+        median, low, high = milliseconds(calls)
+    except Exception as error:
+        return {"name": name, "error": f"{type(error).__name__}: {error}"[:300]}
+    row = {"name": name, "ms": median, "ms_quartiles": [low, high], "tflops": flops / median / 1e9}
+    print(f"{name:58s} {median:9.3f} ms  {row['tflops']:7.1f} TFLOP/s", flush=True)
+    return row
+
+
+def plans(shape, dtype, **what):
+    """The kernel's launches on three sets of inputs."""
+    return [kernels.plan(*inputs(shape, dtype, seed), **what) for seed in range(3)]
+
+
+def forward_times(shape, dtype, is_causal, algorithms):
+    """Every kernel and every peer on one shape."""
+    B, H, N, d = shape
+    flops = 4 * B * H * N * N * d * (0.5 if is_causal else 1)
+    label = f"{B},{H},{N},{d} {dtype}{' causal' if is_causal else ''}"
+    rows = []
+    for algorithm, tiles in algorithms:
+        made = plans(shape, dtype, algorithm=algorithm, tiles=tiles, is_causal=is_causal)
+        tile = made[0].tile
+        name = f"{algorithm} {tile.Br}x{tile.Bc} | {label}"
+        rows.append(timed(name, [p.launch for p in made], flops))
+        if algorithm == "standard":
+            for step in made[0].steps:
+                alone = dataclasses.replace(made[0], steps=[step])
+                rows.append(timed(f"  of which {step.name} | {label}", [alone.launch], flops))
+        del made
+        torch.cuda.empty_cache()
+    peers = {
+        "torch unfused": unfused,
+        "torch SDPA efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
+        "torch SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
+        "torch SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
+    }
+    sets = [inputs(shape, dtype, seed) for seed in range(3)]
+    for name, peer in peers.items():
+        calls = [lambda x=x, peer=peer: peer(*x, is_causal=is_causal) for x in sets]
+        rows.append(timed(f"{name} | {label}", calls, flops))
+    return rows
+
+
+def backward_times(shape, dtype):
+    """The backward pass beside PyTorch's; 10 N^2 d operations a head, whatever is recomputed."""
+    B, H, N, d = shape
+    label = f"{B},{H},{N},{d} {dtype}"
+    flops = 10 * B * H * N * N * d
+    q, k, v = inputs(shape, dtype)
+    do = torch.randn_like(q)
+    out = kernels.attention(q, k, v)
+    made = kernels.plan_backward(q, k, v, out.output, out.lse, do)
+    rows = [timed(f"flash2 backward | {label}", [made.launch], flops)]
+    x = [t.clone().requires_grad_() for t in (q, k, v)]
+    for name, backend in {
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+    }.items():
+
+        def both(backend=backend):
+            with sdpa_kernel(backend):
+                o = torch.nn.functional.scaled_dot_product_attention(*x)
+            return lambda: torch.autograd.grad(o, x, do, retain_graph=True)
+
+        try:
+            call = both()
+        except RuntimeError as error:
+            rows.append({"name": f"SDPA {name} backward | {label}", "error": str(error)[:200]})
+            continue
+        rows.append(timed(f"torch SDPA {name} backward | {label}", [call], flops))
+    return rows
+
+
+def decode_times(batch, heads, N, d, dtype):
+    """One query against N keys: the bytes of K and V bind."""
+    q, k, v = (normal((batch, heads, n, d), dtype, seed) for seed, n in enumerate((1, N, N)))
+    label = f"decode {batch},{heads},{N},{d} {dtype}"
+    flops = 4 * batch * heads * N * d
+    rows = []
+    contestants = [("split_kv", (16, 64)), ("split_kv", (4, 64)), ("split_kv", (4, 32))]
+    for algorithm, tiles in [*contestants, ("flash2", (16, 64))]:
+        made = kernels.plan(q, k, v, algorithm=algorithm, tiles=tiles)
+        name = f"{algorithm} {tiles[0]}x{tiles[1]} | {label}"
+        rows.append(timed(name, [made.launch], flops))
+    rows.append(
+        timed(
+            f"torch SDPA | {label}",
+            [lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)],
+            flops,
+        )
+    )
+    return rows
+
+
+def errors(shape, dtype, algorithm, **what):
+    """Largest error against float64, of the kernel and of unfused PyTorch in the same type."""
+    q, k, v = inputs(shape, dtype)
+    exact = unfused(*(x[:1, :4].double() for x in (q, k, v)), **what)
+    out = kernels.attention(q, k, v, algorithm=algorithm, **what)
+    again = kernels.attention(q, k, v, algorithm=algorithm, **what)
+
+    def far(output):
+        return (output[:1, :4].double() - exact).abs().max().item()
+
+    row = {
+        "algorithm": algorithm,
+        "shape": shape,
+        "dtype": dtype,
+        **what,
+        "error": far(out.output),
+        "error_unfused": far(unfused(q, k, v, **what)),
+        "same_bits_twice": bool(torch.equal(out.output, again.output)),
+    }
+    print(row, flush=True)
+    return row
+
+
+def launch_counted():
+    """What runs under ncu: each case once, in order."""
+    for algorithm, shape, dtype, tiles, what in COUNTED:
+        kernels.plan(*inputs(shape, dtype), algorithm=algorithm, tiles=tiles, **what).launch()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def counters():
+    """Bytes that ncu counts for each case, beside the closed form."""
+    command = ["ncu", "--csv", "--clock-control", "none", "--metrics", ",".join(METRICS)]
+    command += ["--kernel-name", "regex:flash1|flash2|standard", "--print-units", "base"]
+    done = subprocess.run(
+        [*command, sys.executable, __file__, "--launch-counted"], capture_output=True, text=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    launches = {}
+    for row in csv.DictReader(io.StringIO("\n".join(lines))):
+        value = float(row["Metric Value"].replace(",", ""))
+        launches.setdefault(int(row["ID"]), {"kernel": row["Kernel Name"]})[row["Metric Name"]] = (
+            value
+        )
+    found = [launches[n] for n in sorted(launches)]
+    if not found:
+        return [{"error": (done.stdout + done.stderr)[-2000:]}]
+    rows = []
+    for algorithm, shape, dtype, tiles, what in COUNTED:
+        B, H, N, d = shape
+        launches_of_it = 3 if algorithm == "standard" else 1
+        mine, found = found[:launches_of_it], found[launches_of_it:]
+        cost = fs.io_cost(
+            algorithm, N=N, d=d, Br=tiles[0], Bc=tiles[1], heads=H, batch=B, dtype=dtype, **what
+        )
+        total = {metric: sum(m[metric] for m in mine) for metric in METRICS}
+        rows.append(
+            {
+                "algorithm": algorithm, "shape": shape, "dtype": dtype, "tiles": tiles, **what,
+                "model_read_bytes": cost.read_bytes, "model_written_bytes": cost.written_bytes,
+                "measured": total, "launches": mine,
+                "read_ratio": total[METRICS[0]] / cost.read_bytes,
+                "write_ratio": total[METRICS[1]] / cost.written_bytes,
+            }
+        )  # fmt: skip
+        shown = {
+            k: rows[-1][k]
+            for k in ("algorithm", "shape", "dtype", "tiles", "read_ratio", "write_ratio")
+        }
+        print(shown, what, f"{total['gpu__time_duration.sum'] / 1e6:.2f} ms", flush=True)
+    return rows
+
+
+def header():
+    """On what this ran."""
+    import numba
+    import numba_cuda
+
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "numba_cuda": numba_cuda.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "l2": "not flushed between calls; inputs from three sets in turn",
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="gpu_kernels.json")
+    parser.add_argument("--counters", action="store_true")
+    parser.add_argument("--only-counters", action="store_true")
+    parser.add_argument("--launch-counted", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.launch_counted:
+        return launch_counted()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    result = {"header": header(), "times": [], "errors": [], "counters": []}
+
+    def save():
+        with open(options.out, "w") as file:
+            json.dump(result, file, indent=1)
+
+    if not options.only_counters:
+        for dtype in ("float32", "float16", "bfloat16"):
+            result["errors"].append(errors((2, 4, 2048, 64), dtype, "flash2"))
+        for algorithm in ("standard", "flash1", "split_kv"):
+            result["errors"].append(errors((2, 4, 2048, 64), "float32", algorithm))
+        result["errors"].append(errors((2, 4, 2000, 64), "float32", "flash2", is_causal=True))
+        save()
+        three = [("flash2", (128, 64)), ("standard", (128, 64)), ("flash1", (128, 128))]
+        result["times"] += forward_times(BIG, "float32", False, three)
+        save()
+        result["times"] += forward_times(BIG, "float32", True, [("flash2", (128, 64))])
+        result["times"] += forward_times(BIG, "float16", False, [("flash2", (128, 64))])
+        result["times"] += forward_times(WIDE, "float32", False, [("flash2", (128, 64))])
+        save()
+        result["times"] += backward_times(BIG, "float32")
+        result["times"] += decode_times(8, 16, 32768, 64, "float32")
+        long = forward_times((1, 1, 131072, 64), "float32", False, [("flash2", (128, 64))])
+        result["times"] += long
+        save()
+    if options.counters or options.only_counters:
+        result["counters"] = counters()
+    save()
+    return None
+
+
+if __name__ == "__main__":
+    main()

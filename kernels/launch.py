@@ -1,0 +1,552 @@
+"""The kernels' front door: checks what comes in, picks tiles, allocates, launches.
+
+from flashsim import kernels
+out = kernels.attention(q, k, v, is_causal=True)   # torch, CuPy, Numba or NumPy arrays
+out.output, out.lse
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .. import checks
+from ..checks import bad, bad_type
+from ..masks import band
+from . import arrays, flash1, flash2, flash2_backward, gpu, split_kv, standard
+from .arrays import Operand
+from .masks import LOG2E, Features
+from .tiles import Tile, padded, tile_for
+
+WIDEST = 256
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel launch: the kernel, the blocks, their threads and shared memory, the arguments."""
+
+    name: str
+    function: Any
+    grid: int
+    threads: int
+    shared_bytes: int
+    args: tuple[Any, ...]
+
+
+@dataclass
+class Plan:
+    """A call that is checked, allocated and compiled for, and may be launched again and again.
+
+    Attributes
+    ----------
+    algorithm : str
+    tile : Tile
+    steps : list of Step
+        What `launch` does, in order, on `stream` (its address).
+    """
+
+    algorithm: str
+    tile: Tile
+    stream: int
+    steps: list[Step] = field(default_factory=list)
+    made: dict[str, tuple[Any, Operand, str]] = field(default_factory=dict)
+
+    def add(
+        self, name: str, function: Any, grid: int, threads: int, shared: int, args: tuple[Any, ...]
+    ) -> None:
+        """Append a step."""
+        self.steps.append(Step(name, function, grid, threads, shared, args))
+
+    def launch(self) -> None:
+        """Launch every step; returns before they have run."""
+        for step in self.steps:
+            gpu.launch(
+                step.function, step.grid, step.threads, step.shared_bytes, self.stream, step.args
+            )
+
+    def result(self, name: str) -> Any:
+        """An array that the steps write, in the library of the inputs; for NumPy, a copy."""
+        return arrays.handed_back(*self.made[name])
+
+
+@dataclass(frozen=True)
+class KernelAttention:
+    """What `attention` returns: output like q, lse (..., Nq) in float32, and how it ran."""
+
+    output: Any
+    lse: Any
+    algorithm: str
+    tiles: tuple[int, int]
+
+
+@dataclass
+class Problem:
+    """Checked inputs as kernels take them: (batch, heads, N, d)."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    Q: Any
+    K: Any
+    V: Any
+    lead: tuple[int, ...]
+    batch: int
+    heads: int
+    group: int
+    Nq: int
+    Nk: int
+    d: int
+    features: Features
+    rules: tuple[Any, ...]  # the arguments that all kernels share
+    stream: int
+
+    def make(self, plan: Plan, name: str, rest: tuple[int, ...], dtype: str, parts: int = 1) -> Any:
+        """A new array (*lead, *rest) of the plan, seen as (parts batch, heads, *rest)."""
+        shape = (parts * self.batch, self.heads, *rest)
+        array, x = arrays.new(self.q, (*self.lead, *rest) if parts == 1 else shape, dtype)
+        plan.made[name] = array, self.q, dtype
+        return x.seen_as(shape, arrays.contiguous(shape, arrays.STORED[dtype].itemsize))
+
+
+def attention(q: Any, k: Any, v: Any, **what: Any) -> KernelAttention:
+    """Exact attention on the GPU, by the tiling of `algorithm`.
+
+    Parameters
+    ----------
+    q, k, v : array (..., Nq, d), (..., Nk, d), (..., Nk, d)
+        float32, float16 or bfloat16, all three the same, d at most 256: anything on one GPU with
+        `__cuda_array_interface__` (torch, CuPy, Numba), used where it is and on the library's
+        current stream, or NumPy, copied there and back. V is as wide as K.
+    algorithm : str
+        A name in `KERNELS`.
+    is_causal, causal_align, window, attn_mask, key_padding_mask, scale, dropout_p, seed, enable_gqa
+        As in `flashsim.attention`; the masks may be arrays of the same libraries.
+    block_mask : bool array (Tr, Tc), optional
+        Which tiles count; needs `tiles`.
+    tiles : (Br, Bc), optional
+        Rows of a query and of a key tile; Bc is a multiple of 4.
+    threads : (TY, TX), optional
+        Threads of a block along Br and Bc; see `flashsim.kernels.tiles`.
+    stream : int, optional
+        Address of the CUDA stream to run on, instead of the library's current one.
+
+    Returns
+    -------
+    KernelAttention
+        In the library of q. It does not wait for the GPU, but for NumPy.
+
+    Raises
+    ------
+    RuntimeError
+        No usable GPU.
+    SharedMemoryError
+        A ValueError: the tiles do not fit; the message says which would.
+    ValueError, TypeError
+        An argument is unusable; the message names it.
+    """
+    planned = plan(q, k, v, **what)
+    planned.launch()
+    return KernelAttention(
+        planned.result("O"),
+        planned.result("L"),
+        planned.algorithm,
+        (planned.tile.Br, planned.tile.Bc),
+    )
+
+
+def attention_backward(
+    q: Any, k: Any, v: Any, output: Any, lse: Any, do: Any, **what: Any
+) -> tuple[Any, Any, Any]:
+    """(dq, dk, dv) of `attention`, by FlashAttention-2's backward pass; the same bits every time.
+
+    Parameters
+    ----------
+    q, k, v, **what
+        As they were given to `attention`; `tiles` and `threads` are the backward pass's own.
+    output, lse
+        What `attention` returned.
+    do : array like output
+        The gradient of the output.
+    """
+    planned = plan_backward(q, k, v, output, lse, do, **what)
+    planned.launch()
+    return planned.result("dQ"), planned.result("dK"), planned.result("dV")
+
+
+def plan_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    output: Any,
+    lse: Any,
+    do: Any,
+    *,
+    tiles: tuple[int, int] | None = None,
+    threads: tuple[int, int] | None = None,
+    **what: Any,
+) -> Plan:
+    """The launches that `attention_backward` would do; arguments as there."""
+    if what.get("block_mask") is not None and tiles is None:
+        raise bad("tiles", None, "(Br, Bc), the tiles that block_mask speaks of")
+    p = checked(q, k, v, tiles=tiles, **what)
+    Br, Bc = checks.pair_of_tiles(
+        tiles or default_tiles("flash2_backward", p.d, gpu.shared_memory_bytes())
+    )
+    made = Plan("flash2_backward", tile_for(Br, Bc, p.d, threads, results=2), p.stream)
+    like = {"output": output, "do": do, "lse": lse}
+    seen = {}
+    for name, array in like.items():
+        x = arrays.operand(name, array)
+        _same_place(x, p.q)
+        wanted = p.q.shape[:-1] if name == "lse" else p.q.shape
+        if x.shape != wanted:
+            raise bad(f"{name}.shape", x.shape, f"{wanted}, to go with q.shape={p.q.shape}")
+        stored = "float32" if name == "lse" else p.q.dtype
+        if x.dtype != stored:
+            raise bad_type(f"{name}.dtype", x.dtype, stored)
+        x = x.on_gpu()
+        if name == "lse":  # as a matrix of width 1, for its batch dimensions
+            item = arrays.STORED[stored].itemsize
+            x = replace(x, shape=(*x.shape, 1), strides=(*x.strides, item))
+        shape, strides = arrays.flattened(x)
+        seen[name] = x.seen_as(*((shape[:3], strides[:3]) if name == "lse" else (shape, strides)))
+    key_lead = (*p.lead[:-1], p.heads // p.group) if p.lead else ()
+    keys = replace(p, lead=key_lead, heads=p.heads // p.group)
+    D = p.make(made, "D", (p.Nq,), "float32")
+    dQ = p.make(made, "dQ", (p.Nq, p.d), p.q.dtype)
+    dK = keys.make(made, "dK", (p.Nk, p.d), p.q.dtype)
+    dV = keys.make(made, "dV", (p.Nk, p.d), p.q.dtype)
+    rows, workers = 32, gpu.ROW_THREADS
+    function = flash2_backward.row_dots(rows, p.d, workers, p.q.dtype)
+    grid = -(-p.Nq // rows) * p.heads * p.batch
+    shared = 4 * rows * padded(p.d)
+    made.add("D", function, grid, workers, shared, (seen["do"], seen["output"], D))
+    args = (p.Q, p.K, p.V, seen["do"], seen["lse"], D)
+    swapped = tile_for(Bc, Br, p.d, threads, results=2)
+    function = flash2_backward.keys_and_values(swapped, p.features)
+    shared = flash2_backward.arrangement(swapped)["bytes"]
+    grid = -(-p.Nk // Bc) * keys.heads * p.batch
+    made.add("dKdV", function, grid, swapped.threads, shared, (*args, dK, dV, *p.rules))
+    function = flash2_backward.queries(made.tile, p.features)
+    shared = flash2_backward.arrangement(made.tile)["bytes"]
+    grid = -(-p.Nq // Br) * p.heads * p.batch
+    made.add("dQ", function, grid, made.tile.threads, shared, (*args, dQ, *p.rules))
+    for step in made.steps:
+        _fits(step, made)
+    return made
+
+
+def plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    algorithm: str = "flash2",
+    tiles: tuple[int, int] | None = None,
+    threads: tuple[int, int] | None = None,
+    **what: Any,
+) -> Plan:
+    """The launches that `attention` would do, to be timed or counted; arguments as there."""
+    row = KERNELS[checks.choice("algorithm", algorithm, KERNELS)]
+    if what.get("block_mask") is not None and tiles is None:
+        raise bad("tiles", None, "(Br, Bc), the tiles that block_mask speaks of")
+    problem = checked(q, k, v, tiles=tiles, **what)
+    Br, Bc = checks.pair_of_tiles(
+        tiles or default_tiles(algorithm, problem.d, gpu.shared_memory_bytes())
+    )
+    made = Plan(algorithm, tile_for(Br, Bc, problem.d, threads), problem.stream)
+    row.build(problem, made)
+    for step in made.steps:
+        _fits(step, made)
+    return made
+
+
+TILES = {
+    "standard": ((128, 64), (64, 64), (32, 32), (16, 16)),
+    "flash1": ((128, 128), (64, 64), (32, 32), (16, 16)),
+    "flash2": ((128, 64), (64, 64), (32, 32), (16, 16)),
+    "split_kv": ((4, 32), (4, 16)),
+    "flash2_backward": ((64, 64), (32, 32), (16, 16)),
+}
+
+
+def default_tiles(algorithm: str, d: int, limit: int) -> tuple[int, int]:
+    """The first (Br, Bc) of `TILES` that fit in `limit` bytes of shared memory, or the last."""
+    for Br, Bc in TILES[algorithm]:
+        if _shared_bytes(algorithm, Br, Bc, d) <= limit:
+            return Br, Bc
+    return TILES[algorithm][-1]
+
+
+def _shared_bytes(algorithm: str, Br: int, Bc: int, d: int) -> int:
+    if algorithm == "flash2_backward":
+        return _backward_bytes(tile_for(Br, Bc, d, results=2))
+    return KERNELS[algorithm].shared_bytes(tile_for(Br, Bc, d))
+
+
+def _fits(step: Step, made: Plan) -> None:
+    limit = gpu.shared_memory_bytes()
+    if step.shared_bytes <= limit:
+        return
+    d = made.tile.d
+    fitting = [
+        (Br, Bc)
+        for Br in (128, 64, 32, 16)
+        for Bc in (128, 64, 32, 16)
+        if _shared_bytes(made.algorithm, Br, Bc, d) <= limit
+    ]
+    raise gpu.SharedMemoryError(
+        f"tiles={(made.tile.Br, made.tile.Bc)!r}: {step.name} needs {step.shared_bytes} bytes of "
+        f"shared memory at d={d}, a block of this GPU has {limit}; of the tiles with powers of two "
+        f"these fit: {fitting[:6]}"
+    )
+
+
+def _flash2(p: Problem, made: Plan) -> None:
+    tile = made.tile
+    O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
+    L = p.make(made, "L", (p.Nq,), "float32")
+    grid = -(-p.Nq // tile.Br) * p.heads * p.batch
+    args = (p.Q, p.K, p.V, O, L, np.int64(p.Nk), *p.rules)
+    function = flash2.flash_attention_2(tile, p.features)
+    made.add("flash2", function, grid, tile.threads, flash2.arrangement(tile)["bytes"], args)
+
+
+def _flash1(p: Problem, made: Plan) -> None:
+    tile, wide = made.tile, p.q.dtype == "float32"
+    O = p.make(made, "O" if wide else "O in HBM", (p.Nq, p.d), "float32")
+    l = p.make(made, "l", (p.Nq,), "float32")
+    m = p.make(made, "m", (p.Nq,), "float32")
+    L = p.make(made, "L", (p.Nq,), "float32")
+    rounded = O if wide else p.make(made, "O", (p.Nq, p.d), p.q.dtype)
+    args = (p.Q, p.K, p.V, O, l, m, *p.rules)
+    function = flash1.flash_attention_1(tile, p.features)
+    shared = flash1.arrangement(tile)["bytes"]
+    made.add("flash1", function, p.heads * p.batch, tile.threads, shared, args)
+    rows = p.Nq * p.heads * p.batch
+    function = flash1.finish(p.q.dtype, gpu.ROW_THREADS)
+    made.add("finish", function, rows, gpu.ROW_THREADS, 0, (O, l, m, L, rounded))
+
+
+def _standard(p: Problem, made: Plan) -> None:
+    tile = made.tile
+    O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
+    L = p.make(made, "L", (p.Nq,), "float32")
+    S = p.make(made, "S", (p.Nq, p.Nk), "float32")
+    P = p.make(made, "P", (p.Nq, p.Nk), "float32")
+    heads = p.heads * p.batch
+    grid = -(-p.Nq // tile.Br) * heads
+    function = standard.scores(tile, p.features)
+    shared = standard.scores_arrangement(tile)["bytes"]
+    made.add("scores", function, grid, tile.threads, shared, (p.Q, p.K, S, *p.rules))
+    threads, room = gpu.ROW_THREADS, gpu.shared_memory_bytes()
+    shared = 4 * (2 * threads + p.Nk)
+    function = standard.softmax(threads, shared <= room)
+    shared = shared if shared <= room else 8 * threads
+    made.add("softmax", function, p.Nq * heads, threads, shared, (S, P, L))
+    function = standard.values(tile, p.features)
+    shared = standard.values_arrangement(tile)["bytes"]
+    made.add("values", function, grid, tile.threads, shared, (P, p.V, O, *p.rules))
+
+
+def _split_kv(p: Problem, made: Plan) -> None:
+    tile = made.tile
+    rows = -(-p.Nq // tile.Br) * p.heads * p.batch
+    filling = 8 * gpu.multiprocessors()  # blocks that keep every multiprocessor busy
+    parts = min(-(-p.Nk // tile.Bc), -(-filling // max(1, rows)))
+    span = -(-p.Nk // (tile.Bc * max(1, parts))) * tile.Bc
+    parts = max(1, -(-p.Nk // span) if span else 1)
+    O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
+    L = p.make(made, "L", (p.Nq,), "float32")
+    O_parts = p.make(made, "O_parts", (p.Nq, p.d), "float32", parts)
+    L_parts = p.make(made, "L_parts", (p.Nq,), "float32", parts)
+    function = flash2.flash_attention_2(tile, replace(p.features, output="float32"))
+    args = (p.Q, p.K, p.V, O_parts, L_parts, np.int64(span), *p.rules)
+    shared = flash2.arrangement(tile)["bytes"]
+    made.add("split", function, rows * parts, tile.threads, shared, args)
+    function = split_kv.merge(parts, gpu.ROW_THREADS, p.q.dtype)
+    args = (O_parts, L_parts, O, L)
+    rows = p.Nq * p.heads * p.batch
+    made.add("merge", function, rows, gpu.ROW_THREADS, 4 * parts, args)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the registry: what launches a kernel, and the shared memory that its tiles take."""
+
+    title: str
+    build: Callable[[Problem, Plan], None]
+    shared_bytes: Callable[[Tile], int]
+
+
+def _standard_bytes(tile: Tile) -> int:
+    return max(
+        standard.scores_arrangement(tile)["bytes"], standard.values_arrangement(tile)["bytes"]
+    )
+
+
+def _flash2_bytes(tile: Tile) -> int:
+    return flash2.arrangement(tile)["bytes"]
+
+
+def _backward_bytes(tile: Tile) -> int:
+    return max(flash2_backward.arrangement(t)["bytes"] for t in (tile, tile.swapped))
+
+
+KERNELS = {
+    "standard": Row("standard attention, three kernels", _standard, _standard_bytes),
+    "flash1": Row(
+        "FlashAttention, K and V outer", _flash1, lambda tile: flash1.arrangement(tile)["bytes"]
+    ),
+    "flash2": Row("FlashAttention-2, Q outer", _flash2, _flash2_bytes),
+    "split_kv": Row("FlashAttention-2 with the keys shared out", _split_kv, _flash2_bytes),
+}
+
+
+def checked(
+    q: Any, k: Any, v: Any, *, is_causal: bool = False, causal_align: str = "bottom-right",
+    window: Any = None, attn_mask: Any = None, key_padding_mask: Any = None, block_mask: Any = None,
+    scale: float | None = None, dropout_p: float = 0.0, seed: int = 0, enable_gqa: bool = False,
+    tiles: Any = None, stream: int | None = None,
+) -> Problem:  # fmt: skip
+    """Check everything that says what is to be computed, and bring it into one form."""
+    reason = gpu.available()
+    if reason:
+        raise RuntimeError(reason)
+    given = [arrays.operand(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    first = given[0]
+    for x in given:
+        if x.dtype == "bool":
+            raise bad_type(f"{x.name}.dtype", x.dtype, "float32, float16 or bfloat16")
+        if x.dtype != first.dtype:
+            raise bad_type(f"{x.name}.dtype", x.dtype, f"{first.dtype}, the dtype of q")
+        if len(x.shape) < 2 or len(x.shape) != len(first.shape):
+            accepted = "two dimensions or more, (..., N, d), as many as q has"
+            raise bad(f"{x.name}.shape", x.shape, accepted)
+        _same_place(x, first)
+    given = [x.on_gpu() for x in given]
+    (Qs, Qt), (Ks, Kt), (Vs, Vt) = (arrays.flattened(x) for x in given)
+    (batch, heads, Nq, d), (_, shared, Nk, _) = Qs, Ks
+    lead = first.shape[:-2]
+    if not 1 <= d <= WIDEST:
+        raise bad("q.shape", first.shape, f"a width of 1 to {WIDEST} in the last dimension")
+    if Ks != (batch, shared, Nk, d) or given[1].shape[:-3] != first.shape[:-3]:
+        raise bad("k.shape", given[1].shape, f"what goes with q.shape={first.shape}")
+    if given[2].shape != given[1].shape:
+        raise bad("v.shape", given[2].shape, f"{given[1].shape}, as k: these kernels take dv = d")
+    if shared != heads and not checks.flag("enable_gqa", enable_gqa):
+        raise bad("k.shape", given[1].shape, f"{heads} heads, as q has; fewer with enable_gqa=True")
+    if shared != heads and (shared == 0 or heads % shared):
+        raise bad("k.shape", given[1].shape, f"a number of heads that divides the {heads} of q")
+
+    checks.choice("causal_align", causal_align, checks.ALIGNMENTS)
+    lo, hi = band(
+        Nq, Nk, is_causal=checks.flag("is_causal", is_causal), causal_align=causal_align,
+        window=checks.window_sides(window),
+    )  # fmt: skip
+    p = checks.number("dropout_p", dropout_p, "a probability in [0, 1)")
+    if not 0 <= p < 1:
+        raise bad("dropout_p", dropout_p, "a probability in [0, 1)")
+    seed = checks.integer("seed", seed, 0, 2**64)
+    scale = checks.number(
+        "scale", d**-0.5 if scale is None else scale, "a finite number, or None for 1/sqrt(d)"
+    )
+    shape = (*lead[:-1], heads, Nq, Nk) if lead else (Nq, Nk)
+    mask, mask_kind = _mask(attn_mask, first, shape, (batch, heads, Nq, Nk))
+    keys = _table("key_padding_mask", key_padding_mask, first, (batch, Nk))
+    blocks = _table("block_mask", block_mask, first, tiles and tuple(
+        -(-n // b) for n, b in zip((Nq, Nk), checks.pair_of_tiles(tiles), strict=True)
+    ))  # fmt: skip
+    features = Features(
+        dtype=first.dtype,
+        band=bool(lo > 1 - Nq or hi < Nk - 1),
+        keys=keys is not None,
+        layout=blocks is not None,
+        mask=mask_kind,
+        tall=mask is None or mask.shape[2] == Nq,
+        broad=mask is None or mask.shape[3] == Nk,
+        dropout=p > 0,
+    )
+    rules = (
+        _nothing(2, "bool") if keys is None else keys,
+        _nothing(4, "float32") if mask is None else mask,
+        _nothing(2, "bool") if blocks is None else blocks,
+        np.int64(lo),
+        np.int64(hi),
+        np.float32(scale * LOG2E),
+        np.int64(heads // shared if shared else 1),
+        np.uint64(seed),
+        np.uint64(int(p * 2**32)),
+        np.float32(1 / (1 - p)),
+    )
+    return Problem(
+        *given,
+        given[0].seen_as(Qs, Qt),
+        given[1].seen_as(Ks, Kt),
+        given[2].seen_as(Vs, Vt),
+        lead, batch, heads, heads // shared if shared else 1, Nq, Nk, d, features, rules,
+        arrays.current_stream(first) if stream is None else stream,
+    )  # fmt: skip
+
+
+def _same_place(x: Operand, first: Operand) -> None:
+    if (x.library == "numpy") != (first.library == "numpy"):
+        here, there = ("the host" if y.library == "numpy" else "the GPU" for y in (x, first))
+        raise bad_type(x.name, f"an array on {here}", f"one on {there}, as q")
+    if x.device != first.device:
+        raise bad(f"{x.name}.device", x.device, f"{first.device}, the GPU that holds q")
+    if first.device is not None and not gpu.SIMULATED:
+        current = gpu.cuda.get_current_device().id
+        if first.device != current:
+            accepted = f"{current}, the current GPU; numba.cuda.select_device changes it"
+            raise bad(f"{x.name}.device", first.device, accepted)
+
+
+def _nothing(ndim: int, dtype: str) -> Any:
+    """An array to hand to a kernel that was compiled to ignore it."""
+    x = arrays.operand("nothing", np.zeros((1,) * ndim, dtype)).on_gpu()
+    return x.seen_as(x.shape, x.strides)
+
+
+def _mask(
+    attn_mask: Any, first: Operand, shape: tuple[int, ...], full: tuple[int, ...]
+) -> tuple[Any, str]:
+    """attn_mask as (batch, heads, Nq or 1, Nk or 1), without a copy, and its dtype."""
+    if attn_mask is None:
+        return None, ""
+    x = arrays.operand("attn_mask", attn_mask)
+    _same_place(x, first)
+    x = x.on_gpu()
+    try:
+        fits = np.broadcast_shapes(x.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise bad("attn_mask.shape", x.shape, f"what broadcasts to {shape}")
+    missing = len(shape) - len(x.shape)
+    sizes = (1,) * missing + x.shape
+    strides = (0,) * missing + tuple(
+        0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)
+    )
+    spread = (*shape[:-2], *sizes[-2:])
+    whole = Operand(x.name, x.dtype, spread, strides, x.address, x.device, x.owner, x.library)
+    return whole.seen_as(*arrays.flattened(whole)), x.dtype
+
+
+def _table(name: str, table: Any, first: Operand, shape: Any) -> Any:
+    """A bool array of two dimensions, as bytes; None if there is none."""
+    if table is None:
+        return None
+    x = arrays.operand(name, table)
+    if x.dtype != "bool":
+        raise bad_type(f"{name}.dtype", x.dtype, "bool")
+    if x.shape != shape and int(np.prod(x.shape)) != int(np.prod(shape)):
+        raise bad(f"{name}.shape", x.shape, f"{shape}")
+    if x.address is not None:
+        _same_place(x, first)
+    x = x.on_gpu()
+    strides = x.strides if len(x.shape) == 2 else (shape[1], 1)
+    return x.seen_as(tuple(shape), tuple(strides))

@@ -1,0 +1,225 @@
+"""Standard attention: three kernels, between which S and P (N x N) go through HBM.
+
+The products are tiled through shared memory and registers as in the flash kernels, so what differs
+is where the N x N matrices go, not how well the arithmetic is done.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from . import masks, tiles
+from .dropout import kept
+from .gpu import cuda, exp2, float32, int32, kernel, load, log, uint32
+from .masks import LOG2E, Features
+from .tiles import Layout, Tile
+
+
+def scores_arrangement(tile: Tile) -> dict[str, int]:
+    """Where in shared memory the tiles of the first kernel lie."""
+    place = Layout()
+    return {
+        "Qi": place.place(tile.Br, tile.LD),
+        "Kj": place.place(tile.Bc, tile.LD),
+        "mask": place.place(tile.Br, tile.LP),
+        "bytes": place.bytes,
+    }
+
+
+def values_arrangement(tile: Tile) -> dict[str, int]:
+    """Where in shared memory the tiles of the third kernel lie."""
+    place = Layout()
+    return {
+        "Oi": place.place(tile.Br, tile.LD),
+        "Vj": place.place(tile.Bc, tile.LD),
+        "Pij": place.place(tile.Br, tile.LP),
+        "bytes": place.bytes,
+    }
+
+
+@cache
+def scores(tile: Tile, f: Features) -> Any:
+    """S = QKᵀ, scaled and masked, a block for each row tile.
+
+    Line 1 of Algorithm 0 of Dao et al. 2022 (arXiv:2205.14135). S (batch, heads, Nq, Nk) is float32
+    and in base 2, log2(e) times the scores. No tile is skipped.
+    """
+    Br, Bc, d, RM, RN, TY, TX = tile.Br, tile.Bc, tile.d, tile.RM, tile.RN, tile.TY, tile.TX
+    LP, threads, RM4, RMN = tile.LP, tile.threads, 4 * tile.RM, tile.RM * tile.RN
+    at = scores_arrangement(tile)
+    sQ, sK, sMask = at["Qi"], at["Kj"], at["mask"]
+    has_mask, tall, broad = bool(f.mask), f.tall, f.broad
+    load_Q, load_K = tiles.stage(Br, d, threads, f.dtype), tiles.stage(Bc, d, threads, f.dtype)
+    load_mask, QKt = masks.stage_mask(Br, Bc, threads, f), tiles.rows_by_rows(tile)
+    full, counts = masks.full(Br, Bc, f), masks.counts(f)
+
+    @kernel
+    def standard_scores(
+        Q, K, S, keys, mask, layout, lo, hi, scale, group, seed, threshold, factor
+    ):  # fmt: skip
+        sm = cuda.shared.array(0, float32)
+        tid = int32(cuda.threadIdx.x)
+        ty, tx = int32(uint32(tid) // uint32(TX)), int32(uint32(tid) % uint32(TX))
+        H, Nq, Nk = Q.shape[1], Q.shape[2], K.shape[2]
+        Tr = (Nq + Br - 1) // Br
+        i0 = cuda.blockIdx.x % Tr * Br
+        h, b = cuda.blockIdx.x // Tr % H, cuda.blockIdx.x // Tr // H
+        Kh, Sh = K[b, h // group], S[b, h]
+        x = cuda.local.array(RM4, float32)
+        Sij = cuda.local.array(RMN, float32)
+        load_Q(Q[b, h], i0, Nq, sm, sQ, tid)
+        for j0 in range(0, Nk, Bc):
+            load_K(Kh, j0, Nk, sm, sK, tid)
+            if has_mask:
+                load_mask(mask[b, h], i0, j0, Nq, Nk, sm, sMask, LP, 1, tid)
+            cuda.syncthreads()
+            for n in range(RMN):
+                Sij[n] = float32(0)
+            QKt(sm, sQ, sK, x, Sij, ty, tx)
+            partial = not full(i0, j0, Nk, lo, hi)
+            for m in range(RM):
+                row = ty + m * TY
+                for n in range(RN):
+                    col = tx + n * TX
+                    s = Sij[m * RN + n] * scale
+                    if partial:
+                        bias = float32(0)
+                        if has_mask:
+                            bias = sm[sMask + (row if tall else 0) * LP + (col if broad else 0)]
+                        s = s + bias
+                        if bias == -float32(float("inf")) or not counts(
+                            i0 + row, j0 + col, Nk, lo, hi, b, keys
+                        ):
+                            s = -float32(float("inf"))
+                    if i0 + row < Nq and j0 + col < Nk:
+                        Sh[i0 + row, j0 + col] = s
+            cuda.syncthreads()
+
+    return standard_scores
+
+
+@cache
+def softmax(threads: int, on_chip: bool) -> Any:
+    """P = softmax(S), a block for each row, and the logsumexp L, which is not part of Algorithm 0.
+
+    on_chip: a row fits in shared memory and S is read once; otherwise the statistics are taken
+    online in a first pass (Algorithm 3 of Milakov & Gimelshein 2018, arXiv:1805.02867).
+    """
+    ln2 = 1 / LOG2E
+
+    @kernel
+    def standard_softmax(S, P, L):
+        sm = cuda.shared.array(0, float32)  # a maximum and a sum of each thread, then the row
+        tid = int32(cuda.threadIdx.x)
+        H, Nq, Nk = S.shape[1], S.shape[2], S.shape[3]
+        i, bh = cuda.blockIdx.x % Nq, cuda.blockIdx.x // Nq
+        h, b = bh % H, bh // H
+        Sh, Ph = S[b, h], P[b, h]
+        m = -float32(float("inf"))
+        l = float32(0)
+        batched = Nk // (8 * threads) * (8 * threads) if on_chip else 0
+        x = cuda.local.array(8, float32)
+        for first in range(tid, batched, 8 * threads):
+            for u in range(8):  # eight loads under way before the first is waited for
+                x[u] = load(Sh, uint32(i), uint32(first + u * threads))
+            for u in range(8):
+                sm[2 * threads + first + u * threads] = x[u]
+                m = max(m, x[u])
+        for c in range(batched + tid, Nk, threads):
+            s = load(Sh, uint32(i), uint32(c))
+            if on_chip:
+                sm[2 * threads + c] = s
+                m = max(m, s)
+            else:
+                m_new = max(m, s)
+                shift = m_new if m_new != -float32(float("inf")) else float32(0)
+                l = l * exp2(m - shift) + exp2(s - shift)
+                m = m_new
+        own = m
+        sm[tid] = m
+        cuda.syncthreads()
+        half = threads // 2
+        while half > 0:
+            if tid < half:
+                sm[tid] = max(sm[tid], sm[tid + half])
+            cuda.syncthreads()
+            half //= 2
+        m = sm[0]
+        shift = m if m != -float32(float("inf")) else float32(0)
+        if on_chip:
+            for c in range(tid, Nk, threads):
+                p = exp2(sm[2 * threads + c] - shift)
+                sm[2 * threads + c] = p
+                l += p
+        else:
+            l *= exp2(own - shift)
+        sm[threads + tid] = l
+        cuda.syncthreads()
+        half = threads // 2
+        while half > 0:
+            if tid < half:
+                sm[threads + tid] += sm[threads + tid + half]
+            cuda.syncthreads()
+            half //= 2
+        l = sm[threads]
+        over = float32(1) / l if l != float32(0) else float32(0)
+        for c in range(tid, Nk, threads):
+            p = sm[2 * threads + c] if on_chip else exp2(load(Sh, uint32(i), uint32(c)) - shift)
+            Ph[i, c] = p * over if over != float32(0) else float32(0)
+        if tid == 0:
+            L[b, h, i] = shift * float32(ln2) + log(l)
+
+    return standard_softmax
+
+
+@cache
+def values(tile: Tile, f: Features) -> Any:
+    """O = PV, a block for each row tile; dropout acts on P as it is read. Line 3 of Algorithm 0.
+
+    A weight that is 0 takes nothing from V: P does not say whether it was masked or underflowed.
+    """
+    Br, Bc, d, TX = tile.Br, tile.Bc, tile.d, tile.TX
+    LP, threads, RM4, RMD = tile.LP, tile.threads, 4 * tile.RM, tile.RM * tile.RD
+    at = values_arrangement(tile)
+    sO, sV, sP = at["Oi"], at["Vj"], at["Pij"]
+    dropout = f.dropout
+    load_V, store_O = tiles.stage(Bc, d, threads, f.dtype), tiles.unstage(Br, d, threads, f.dtype)
+    load_P = tiles.stage_block(Br, Bc, threads, "float32")
+    PV, weigh, put = tiles.rows_by_columns(tile), tiles.weigh(tile, zeros=False), tiles.put(tile)
+
+    @kernel
+    def standard_values(
+        P, V, O, keys, mask, layout, lo, hi, scale, group, seed, threshold, factor
+    ):  # fmt: skip
+        sm = cuda.shared.array(0, float32)
+        tid = int32(cuda.threadIdx.x)
+        ty, tx = int32(uint32(tid) // uint32(TX)), int32(uint32(tid) % uint32(TX))
+        H, Nq, Nk = O.shape[1], O.shape[2], V.shape[2]
+        Tr = (Nq + Br - 1) // Br
+        i0 = cuda.blockIdx.x % Tr * Br
+        h, b = cuda.blockIdx.x // Tr % H, cuda.blockIdx.x // Tr // H
+        Vh, Ph = V[b, h // group], P[b, h]
+        x = cuda.local.array(RM4, float32)
+        Oi = cuda.local.array(RMD, float32)
+        for n in range(RMD):
+            Oi[n] = float32(0)
+        for j0 in range(0, Nk, Bc):
+            load_P(Ph, i0, Nq, j0, Nk, sm, sP, tid)
+            bad = load_V(Vh, j0, Nk, sm, sV, tid)
+            if dropout:
+                cuda.syncthreads()
+                for e in range(tid, Br * Bc, threads):
+                    at_e = sP + e // Bc * LP + e % Bc
+                    row, col = i0 + e // Bc, j0 + e % Bc
+                    sm[at_e] = kept(sm[at_e], seed, threshold, factor, b, h, row, col)
+            if cuda.syncthreads_or(1 if bad else 0) != 0:
+                weigh(sm, sP, sV, Oi, ty, tx)
+            else:
+                PV(sm, sP, sV, x, Oi, ty, tx)
+            cuda.syncthreads()
+        put(sm, sO, Oi, ty, tx)
+        cuda.syncthreads()
+        store_O(O[b, h], i0, Nq, sm, sO, tid)
+
+    return standard_values

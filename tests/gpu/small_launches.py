@@ -1,0 +1,28 @@
+"""Launch every kernel on small ragged sizes: something for compute-sanitizer to look at.
+
+for tool in memcheck racecheck initcheck; do
+    compute-sanitizer --tool $tool python tests/gpu/small_launches.py
+done
+"""
+
+import numpy as np
+
+
+def main():
+    from flashsim import kernels
+
+    rng = np.random.default_rng(0)
+    for d, dtype, what in (
+        (64, np.float32, {}),
+        (40, np.float16, {"is_causal": True, "attn_mask": rng.random((150, 200)) < 0.5}),
+        (64, np.float32, {"window": (30, 5), "key_padding_mask": np.arange(200)[None] < 120}),
+    ):
+        q, k, v = (rng.standard_normal((1, 2, n, d)).astype(dtype) for n in (150, 200, 200))
+        for algorithm in ("standard", "flash1", "flash2", "split_kv"):
+            out = kernels.attention(q, k, v, algorithm=algorithm, tiles=(32, 32), **what)
+        kernels.attention_backward(q, k, v, out.output, out.lse, q, tiles=(32, 32), **what)
+    print("launched")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Kernels in a process of their own, since Numba decides at its first import whether it simulates.
+
+With NUMBA_ENABLE_CUDASIM=1 the process runs kernels in the simulator and counts what they touch in
+global memory; without, it compiles and assembles them, for which no GPU is needed. A simulated
+thread that raises can leave the others waiting, so every call has a time limit.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import threading
+import warnings
+
+import numpy as np
+
+SECONDS = 120
+
+
+class KernelProcess:
+    """A started process; `call(name, ...)` runs a function of this module there."""
+
+    def __init__(self, *, simulated):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, simulated), daemon=True)
+        self.process.start()
+
+    def call(self, name, *args, **kwargs):
+        self.connection.send((name, args, kwargs))
+        if not self.connection.poll(SECONDS):
+            self.process.kill()
+            raise TimeoutError(f"{name} took more than {SECONDS} seconds")
+        raised, result = self.connection.recv()
+        if raised:
+            raise result
+        return result
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self.connection.send(None)
+        self.process.join(10)
+
+
+def serve(connection, simulated):
+    """Answer calls until there are no more."""
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1" if simulated else "0"
+    warnings.simplefilter("ignore", RuntimeWarning)  # NaN and inf in a simulated thread
+    threading.excepthook = lambda args: None  # the simulator hands it on
+    while (message := connection.recv()) is not None:
+        name, args, kwargs = message
+        try:
+            connection.send((False, globals()[name](*args, **kwargs)))
+        except Exception as error:
+            connection.send((True, error))
+
+
+class Counting:
+    """An array in global memory that notes every element read and written."""
+
+    def __init__(self, array, reads, writes):
+        self.array, self.reads, self.writes = array, reads, writes
+        self.shape = array.shape
+
+    def __getitem__(self, where):
+        found = self.array[where]
+        if isinstance(found, np.ndarray):
+            return Counting(found, self.reads, self.writes)
+        self.reads.append(None)
+        return found
+
+    def __setitem__(self, where, value):
+        self.writes.append(None)
+        self.array[where] = value
+
+
+def launch_counted(plan):
+    """Run a plan; {step: ({array: elements read}, {array: elements written})}."""
+    import dataclasses
+    import inspect
+
+    traffic = {}
+    for step in plan.steps:
+        names = list(inspect.signature(step.function.py_func).parameters)
+        reads, writes = {}, {}
+        args = list(step.args)
+        for n, (name, array) in enumerate(zip(names, step.args, strict=True)):
+            if isinstance(array, np.ndarray):
+                reads[name], writes[name] = [], []
+                args[n] = Counting(array, reads[name], writes[name])
+        dataclasses.replace(plan, steps=[dataclasses.replace(step, args=tuple(args))]).launch()
+        free = ("keys", "layout")  # rules: small tables that are not charged
+        traffic[step.name] = tuple(
+            {name: len(x) for name, x in counts.items() if x and name not in free}
+            for counts in (reads, writes)
+        )
+    return traffic
+
+
+def attention(q, k, v, **what):
+    """(output, lse, traffic) of a simulated run."""
+    from flashsim import kernels
+
+    plan = kernels.plan(q, k, v, **what)
+    traffic = launch_counted(plan)
+    return plan.result("O"), plan.result("L"), traffic
+
+
+def backward(q, k, v, output, lse, do, **what):
+    """(dq, dk, dv, traffic) of a simulated run."""
+    from flashsim import kernels
+
+    plan = kernels.plan_backward(q, k, v, output, lse, do, **what)
+    traffic = launch_counted(plan)
+    return plan.result("dQ"), plan.result("dK"), plan.result("dV"), traffic
+
+
+def refused(*arrays, pretend="", **what):
+    """(type, message) of the error that a call raises; `pretend`: a reason why there is no GPU."""
+    from flashsim import kernels
+    from flashsim.kernels import gpu
+
+    real = gpu.available
+    if pretend:
+        gpu.available = lambda: pretend
+    try:
+        kernels.attention(*arrays, **what)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        gpu.available = real
+    return "", ""
+
+
+def assembled(name, d, arches, **features):
+    """{arch: what the assembler says} of one kernel with its default tiles."""
+    from flashsim.kernels import assembly
+
+    return {arch: assembly.report(name, d, arch, **features) for arch in arches}

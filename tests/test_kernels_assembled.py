@@ -1,0 +1,39 @@
+"""Every kernel compiles, and assembles for two architectures: no GPU is needed for that.
+
+The simulator takes any Python, and PTX alone proves nothing: it may not assemble, or keep its tiles
+in slow memory. Source: faults E73, E76.
+"""
+
+import pytest
+
+from kernel_process import KernelProcess
+
+pytest.importorskip("numba.cuda", reason="the kernels need numba and numba-cuda")
+pytest.importorskip("cuda.core", reason="the assembler comes with numba-cuda[cu13]")
+
+NAMES = ("flash2", "flash1", "scores", "softmax", "values", "split", "merge", "D", "dKdV", "dQ")
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    process = KernelProcess(simulated=False)
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_default_tiles_stay_in_registers(compiler, name):
+    """No spills, no local memory, no float64, and a block's registers fit a multiprocessor."""
+    for said in compiler.call("assembled", name, 64, ("sm_80", "sm_90a")).values():
+        assert said["spill_bytes"] == said["stack_bytes"] == 0
+        assert said["wide_floats"] == 0
+        assert 0 < said["registers"] * said["threads"] <= 65536
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_and_every_feature_assembles(compiler, dtype):
+    features = {"band": True, "keys": True, "layout": True, "mask": dtype, "dropout": True}
+    said = compiler.call("assembled", "flash2", 40, ("sm_80", "sm_90a"), dtype=dtype, **features)
+    for each in said.values():
+        assert each["registers"] > 0
+        assert each["wide_floats"] == 0
