@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy as np
 from . import checks
 from .algorithms import ALGORITHMS, GRADIENTS, SHAPES, Algorithm, Backward
 from .algorithms.grouped import sum_over_group
-from .checks import bad, bad_type, clamped
+from .checks import bad, clamped
 from .cost.counts import Head
 from .cost.tiles import default_tiles
 from .memory import Hbm, Machine, Traffic, widened
 from .online_softmax import log, shift
-from .problem import Problem, checked
+from .problem import Problem, as_array, checked
 
 Array = np.ndarray[Any, Any]
 
@@ -93,6 +94,8 @@ class Attention:
     ) -> tuple[Array, ...]:
         """Gradients (dq, dk, dv) of sum(output * do), by the algorithm's own backward pass.
 
+        q, k, v and the masks are read again, as a training step's are: leave them as they were.
+
         Parameters
         ----------
         do : array (..., Nq, dv)
@@ -110,7 +113,7 @@ class Attention:
             companions now tell of this pass.
         """
         call, problem = self.call, self.call.problem
-        do = _like_output(do, self.output)
+        dO = problem.output_gradient(do)
         want_mask = checks.flag("wrt_mask", wrt_mask)
         if want_mask and (problem.array is None or problem.array.dtype == bool):
             raise bad("wrt_mask", wrt_mask, "False, as there is no float attn_mask")
@@ -130,14 +133,12 @@ class Attention:
         }
         d_mask = None
         if want_mask:
-            d_mask = np.empty(problem.array_shape, wide)
+            d_mask = np.empty(problem.gradient_shape, wide)
             machine.hbm(dmask=d_mask)["dmask"].fill(0)
         parts: dict[str, list[Hbm]] = {"dK": [], "dV": []}
         for at in np.ndindex(*problem.q.shape[:-2]):
             key_head = (*at[:-1], at[-1] // problem.group)
-            arrays: dict[str, Any] = machine.hbm(
-                **problem.inputs(at), **call.saved[at], dO=problem.with_heads(do)[at]
-            )
+            arrays: dict[str, Any] = machine.hbm(**problem.inputs(at), **call.saved[at], dO=dO[at])
             for name in row.writes:
                 if name == "dQ" or (name in GRADIENTS and not shared):
                     where = at if name == "dQ" else key_head
@@ -168,17 +169,9 @@ class Attention:
         self.tiles_backward = Br, Bc
         results = [problem.as_given(g.astype(stored, copy=False)) for g in gradients.values()]
         if d_mask is not None and problem.array is not None:
-            results.append(d_mask.astype(problem.array.dtype, copy=False))
+            d_mask = d_mask.astype(problem.array.dtype, copy=False)
+            results.append(d_mask.reshape(problem.array_shape))
         return tuple(results)
-
-
-def _like_output(do: Any, output: Array) -> Array:
-    given: Array = np.asarray(do)
-    if given.dtype != output.dtype:
-        raise bad_type("do.dtype", str(given.dtype), f"{output.dtype}, the dtype of the output")
-    if given.shape != output.shape:
-        raise bad("do.shape", given.shape, f"{output.shape}, the shape of the output")
-    return given
 
 
 def attention(
@@ -287,6 +280,8 @@ def attention(
             lse[at] = _logsumexp(arrays)
         reads = row.backward["literal"].reads
         saved[at] = {name: _stored(a) for name, a in arrays.items() if name in reads}
+        if "O" in saved[at]:  # the caller may change what is returned
+            saved[at]["O"] = saved[at]["O"].copy()
     call = _Call(algorithm, convention, problem, (limit, limit_bytes), (Br, Bc), tiles, saved)
     return Attention(
         output=problem.as_given(output.astype(problem.q.dtype, copy=False)),
@@ -317,22 +312,36 @@ def scaled_dot_product_attention(
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
     """
-    if is_causal and attn_mask is not None:
+    if checks.flag("is_causal", is_causal) and attn_mask is not None:
         raise bad("attn_mask", "an array", "None, as is_causal=True")
-    query, key, value = (np.asarray(x) for x in (query, key, value))
-    if not enable_gqa and min(x.ndim for x in (query, key, value)) >= 2:
-        try:
-            lead = np.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
-        except ValueError:
-            lead = query.shape[:-2]  # attention names the argument that does not fit
-        else:
-            query, key, value = (
-                np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (query, key, value)
-            )
-    return attention(
-        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
-        causal_align="top-left", scale=scale, enable_gqa=enable_gqa,
-    ).output  # fmt: skip
+    given = {"query": query, "key": key, "value": value}
+    q, k, v = (as_array(name, x) for name, x in given.items())
+    if min(x.ndim for x in (q, k, v)) >= 2:
+        grouped = checks.flag("enable_gqa", enable_gqa) and min(x.ndim for x in (q, k, v)) >= 3
+        q, k, v = _broadcast(q, k, v, kept=3 if grouped else 2)
+        if grouped and k.shape[-3] != v.shape[-3] and k.shape[-3] * v.shape[-3]:
+            heads = math.lcm(k.shape[-3], v.shape[-3])
+            k, v = (np.repeat(x, heads // x.shape[-3], axis=-3) for x in (k, v))
+    try:
+        return attention(
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            causal_align="top-left", scale=scale, enable_gqa=enable_gqa,
+        ).output  # fmt: skip
+    except (ValueError, TypeError) as error:
+        letter, dot, rest = str(error).partition(".")
+        names = dict(zip("qkv", given, strict=True))
+        if letter not in names:
+            raise
+        raise type(error)(names[letter] + dot + rest) from None
+
+
+def _broadcast(*arrays: Array, kept: int) -> tuple[Array, ...]:
+    """Arrays with common leading dimensions, but for the last `kept`, if these broadcast."""
+    try:
+        lead = np.broadcast_shapes(*(x.shape[:-kept] for x in arrays))
+    except ValueError:
+        return arrays  # attention names the argument that does not fit
+    return tuple(np.broadcast_to(x, (*lead, *x.shape[-kept:])) for x in arrays)
 
 
 def _tiles(

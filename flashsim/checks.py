@@ -53,14 +53,18 @@ def number(name: str, value: Any, accepted: str) -> float:
         value, (int, float, np.integer, np.floating)
     ):
         raise bad_type(name, value, accepted)
-    if not math.isfinite(value):
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
         raise bad(name, value, accepted)
-    return float(value)
+    return result
 
 
 def budget(name: str, value: Any) -> float:
     """An SRAM budget: a positive number, or None for an unbounded chip."""
-    if value is None or value == math.inf:
+    if value is None or (isinstance(value, float) and value == math.inf):
         return math.inf
     if number(name, value, "a positive number, or None for an unbounded chip") <= 0:
         raise bad(name, value, "a positive number, or None for an unbounded chip")

@@ -97,10 +97,10 @@ def read_inputs(path: Path) -> Inputs:
         an array or has one of a type that cannot be used; the message says which file and why.
     """
     readers = {".npz": _npz, ".safetensors": _safetensors}
-    if path.suffix not in readers:
+    if path.suffix.lower() not in readers:
         raise ValueError(f"{path}: expected a .npz or .safetensors file")
     try:
-        return named(str(path), readers[path.suffix](path))
+        return named(str(path), readers[path.suffix.lower()](path))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
     except (ValueError, TypeError) as error:

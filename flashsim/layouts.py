@@ -106,9 +106,10 @@ def weight_outside(q: Any, k: Any, block_mask: Any, tiles: tuple[int, int], **wh
         Masks and scale as in `attention`; a row that sees nothing drops nothing.
     """
     v = np.zeros_like(np.asarray(k)[..., :1])
-    problem = checked(q, k, v, **what, block_mask=block_mask, tiles=tiles)
+    if block_mask is None:
+        raise bad("block_mask", block_mask, "a block layout")
+    checked(q, k, v, **what, block_mask=block_mask, tiles=tiles)
     dense = exact(q, k, v, **what).lse
     inside = exact(q, k, v, **what, block_mask=block_mask, tiles=tiles).lse
     seen = np.where(np.isfinite(dense), dense, 0)
-    assert problem.layout is not None
     return np.asarray(np.where(np.isfinite(dense), -np.expm1(inside - seen), 0).clip(0, 1))

@@ -47,7 +47,7 @@ MARKS = "osD^vP"
 
 def checked_path(path: Path) -> Path:
     """The path, if its suffix says in which of FORMATS to write; else a ValueError."""
-    if path.suffix not in FORMATS:
+    if path.suffix.lower() not in FORMATS:
         raise checks.bad("plot", str(path), "a file name that ends in " + ", ".join(FORMATS))
     return path
 

@@ -41,10 +41,6 @@ class Problem:
         """x (*batch, heads, ...) with the leading dimensions that q came with."""
         return np.asarray(x[0] if self.alone else x)
 
-    def with_heads(self, x: Array) -> Array:
-        """The other way: x as given, with a heads axis."""
-        return x[None] if self.alone else x
-
     @property
     def head(self) -> Head:
         """The sizes that all heads share; its mask has the array's shape and no rules."""
@@ -107,7 +103,8 @@ class Problem:
     @property
     def _mask_is_shared(self) -> bool:
         """Whether several heads have the same part of the array."""
-        return self.array is not None and math.prod(self._lead_of_mask()) < self.q[..., 0, 0].size
+        heads: int = math.prod(self.q.shape[:-2])
+        return self.array is not None and math.prod(self._lead_of_mask()) < heads
 
     def _lead_of_mask(self) -> tuple[int, ...]:
         lead = self.array_shape[:-2]
@@ -116,10 +113,25 @@ class Problem:
     def own_part(self, d_array: Array, at: tuple[int, ...]) -> Array:
         """The part of a gradient in the mask's given shape that one head adds to: a view."""
         lead = self._lead_of_mask()
-        whole = d_array.reshape(*lead, *(1,) * (2 - d_array.ndim), *d_array.shape[-2:])
-        return np.asarray(
-            whole[tuple(n if size > 1 else 0 for n, size in zip(at, lead, strict=True))]
-        )
+        whole = d_array.reshape(*lead, *d_array.shape[-2:])
+        mine = tuple(n if size > 1 else 0 for n, size in zip(at, lead, strict=True))
+        return np.asarray(whole[mine])
+
+    @property
+    def gradient_shape(self) -> tuple[int, ...]:
+        """The shape of the array mask's gradient while it is worked on: at least two dimensions."""
+        return (1,) * (2 - len(self.array_shape)) + self.array_shape
+
+    def output_gradient(self, do: Any) -> Array:
+        """do, checked, as (*batch, heads, Nq, dv)."""
+        given = as_array("do", do)
+        if given.dtype != self.q.dtype:
+            raise bad_type("do.dtype", str(given.dtype), f"{self.q.dtype}, the dtype of the output")
+        shape = (*self.q.shape[:-1], self.v.shape[-1])
+        shape = shape[1:] if self.alone else shape
+        if given.shape != shape:
+            raise bad("do.shape", given.shape, f"{shape}, the shape of the output")
+        return given[None] if self.alone else given
 
     def dropout(self, at: tuple[int, ...]) -> Dropout:
         """The dropout of one query head."""
@@ -172,17 +184,34 @@ def checked(
         layout=block_layout(block_mask, tiles, Nq, Nk),
         lo=lo,
         hi=hi,
-        scale=checks.number(
-            "scale", d**-0.5 if scale is None else scale, "a finite number, or None for 1/sqrt(d)"
-        ),
+        scale=_scale(d**-0.5 if scale is None else scale, widened(q.dtype)),
         p=p,
         seed=checks.integer("seed", seed, 0, 2**64),
         alone=alone,
     )  # fmt: skip
 
 
+def _scale(scale: Any, wide: np.dtype[Any]) -> float:
+    largest = float(np.finfo(wide).max)
+    accepted = f"a number of at most {largest:.3g} in size, or None for 1/sqrt(d)"
+    value = checks.number("scale", scale, accepted)
+    if abs(value) > largest:
+        raise bad("scale", scale, accepted)
+    return value
+
+
+def as_array(name: str, given: Any) -> Array:
+    """What NumPy makes of it; a masked array would lose its mask, and is refused."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise bad_type(name, "a masked array", "a plain array; masks are arguments of their own")
+    try:
+        return np.asarray(given)
+    except ValueError as error:
+        raise bad(name, "what NumPy cannot make an array of", f"an array ({error})") from error
+
+
 def _floats(name: str, given: Any) -> Array:
-    x: Array = np.asarray(given)
+    x = as_array(name, given)
     if x.dtype.name not in checks.FLOATS:
         raise bad_type(f"{name}.dtype", str(x.dtype), "one of " + ", ".join(checks.FLOATS))
     if x.ndim < 2:
@@ -196,7 +225,7 @@ def _mask_array(attn_mask: Any, shape: tuple[int, ...], wide: np.dtype[Any]) -> 
     """attn_mask as (*batch, heads, Nq or 1, Nk or 1)."""
     if attn_mask is None:
         return None
-    array = np.asarray(attn_mask)
+    array = as_array("attn_mask", attn_mask)
     if array.dtype != bool and (
         array.dtype.name not in checks.FLOATS or np.promote_types(array.dtype, wide) != wide
     ):
@@ -216,11 +245,12 @@ def _padding(key_padding_mask: Any, batch: tuple[int, ...], Nk: int) -> Array | 
     """key_padding_mask as (*batch, Nk)."""
     if key_padding_mask is None:
         return None
-    real = np.asarray(key_padding_mask)
+    real = as_array("key_padding_mask", key_padding_mask)
     if real.dtype != bool:
         raise bad_type("key_padding_mask.dtype", str(real.dtype), "bool, True for a real token")
     if real.shape != (*batch, Nk) and (batch or real.shape != (1, Nk)):
-        raise bad("key_padding_mask.shape", real.shape, f"{(*batch, Nk)}, the batch and the keys")
+        what = "the batch and the keys" if batch else "the keys alone: q has no batch dimension"
+        raise bad("key_padding_mask.shape", real.shape, f"{(*batch, Nk)}, {what}")
     return real.reshape(*batch, Nk)
 
 
@@ -228,7 +258,7 @@ def block_layout(block_mask: Any, tiles: Any, Nq: int, Nk: int) -> Layout | None
     """block_mask over blocks of the size of `tiles`, checked."""
     if block_mask is None:
         return None
-    keep = np.asarray(block_mask)
+    keep = as_array("block_mask", block_mask)
     if keep.dtype != bool:
         raise bad_type("block_mask.dtype", str(keep.dtype), "bool, True for a block that is kept")
     if tiles is None:

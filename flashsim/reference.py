@@ -249,10 +249,10 @@ def exact_gradients(q: Any, k: Any, v: Any, do: Any, **what: Any) -> ExactGradie
     adds up over independent rows in dk, dv.
     """
     problem = checked(q, k, v, **what)
-    dO = problem.with_heads(np.asarray(do, np.float64))
+    dO = problem.output_gradient(do).astype(np.float64)
     shapes = {"dq": problem.q.shape, "dk": problem.k.shape, "dv": problem.v.shape}
     if problem.array is not None and problem.array.dtype != bool:
-        shapes["dmask"] = problem.array_shape
+        shapes["dmask"] = problem.gradient_shape
     sums = {name: np.zeros((2, *shape)) for name, shape in shapes.items()}
     with np.errstate(all="ignore"):
         for at in np.ndindex(*problem.q.shape[:-2]):
@@ -272,7 +272,9 @@ def exact_gradients(q: Any, k: Any, v: Any, do: Any, **what: Any) -> ExactGradie
             kept = problem.array.dtype
         bound = _stored(problem, kept, x, bound)
         values[name], bounds[name] = (
-            (x, bound) if name == "dmask" else (problem.as_given(x), problem.as_given(bound))
+            (x.reshape(problem.array_shape), bound.reshape(problem.array_shape))
+            if name == "dmask"
+            else (problem.as_given(x), problem.as_given(bound))
         )
     return ExactGradients(values, bounds)
 

@@ -30,6 +30,8 @@ LARGEST_SCORES = 2**28  # standard attention keeps two matrices of so many score
 LARGEST_GRADIENTS = 2**24  # the reference's gradients take 20 such matrices in float64: 2.7 GB
 LARGEST_GRID = 2**24  # blocks in a layout
 
+AN_ERROR = "a number of at least 0"
+
 # Largest error of a file's expected output, in the precision that it was stored in.
 TOLERANCES = {"float64": 2e-6, "float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
@@ -162,6 +164,8 @@ def run_records(
         "attn_mask": inputs.attn_mask, "key_padding_mask": inputs.key_padding_mask,
         "enable_gqa": True, **what,
     }  # fmt: skip
+    if tolerance is not None and checks.number("tolerance", tolerance, AN_ERROR) < 0:
+        raise checks.bad("tolerance", tolerance, AN_ERROR)
     head = checked(q, k, v, **what, tiles=tiles).head
     _check_size(head, chosen, do)
     on_step("float64 reference")
@@ -397,6 +401,7 @@ def io_records(
     stored = DTYPES[checks.choice("dtype", dtype, DTYPES)]
     head = Head(Mask(N, Nk), d, dv, stored.itemsize, widened(stored).itemsize)
     sizes = {"Nq": N, "Nk": Nk, "d": d, "dv": dv}
+    tiles = None if tiles is None else checks.pair_of_tiles(tiles)
     records = []
     for algorithm, _, shown in passes(chosen, backward):
         for here, back in shown:

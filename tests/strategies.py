@@ -127,3 +127,8 @@ def same_bits(a, b):
     """Whether two arrays are equal bit for bit, NaN and the sign of zero included."""
     a, b = np.asarray(a), np.asarray(b)
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def by_tile(v, name):
+    """One of the columns of `Visits`, an entry for each query tile."""
+    return [int(x) for x in np.repeat(getattr(v, name), v.times.astype(int))]

@@ -312,3 +312,21 @@ def test_the_gradient_of_a_softmax_in_two_passes_is_as_exact_and_as_counted(call
     assert counted(out.traffic_backward) == counted(cost)
     assert out.sram_peak_backward_elements == cost.sram_elements
     assert out.sram_peak_backward_bytes == cost.sram_bytes
+
+
+@pytest.mark.parametrize("variant", BACKWARDS)
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("tiles", [(2, 3), (5, 5)])
+def test_garbage_in_one_query_row_reaches_only_what_that_row_sees(variant, garbage, tiles):
+    """Causal, row 1: its own dq, and dv (but for standard attention's D, dk too) of keys 0 and 1."""
+    for name in ("q", "do"):
+        rng = np.random.default_rng(0)
+        parts = {n: rng.random((5, 3)) + 1 for n in ("q", "k", "v", "do")}
+        parts[name][1] = garbage
+        call = Call(parts["q"], parts["k"], parts["v"], {"is_causal": True})
+        dq, dk, dv = run(call, variant, tiles=tiles).backward(parts["do"], tiles=tiles)
+        assert np.isfinite(dq).all(axis=1).tolist() == [True, False, True, True, True]
+        if name == "do":
+            seen = [False, False, True, True, True]
+            assert np.isfinite(dv).all(axis=1).tolist() == seen
+            assert variant[0] == "standard" or np.isfinite(dk).all(axis=1).tolist() == seen

@@ -14,7 +14,7 @@ from flashsim.cost.io import expected_cost
 from flashsim.masks import Layout, Mask
 from flashsim.memory import blocks
 from flashsim.reference import exact, exact_gradients
-from strategies import calls, tilings, visible
+from strategies import by_tile, calls, tilings, visible
 
 ROWS = [("block_sparse", "literal"), ("block_sparse", "elided"), ("flash2", "literal")]
 rows = st.sampled_from(ROWS)
@@ -107,12 +107,13 @@ def test_a_tile_is_empty_full_or_partial_as_its_scores_are(
             assert mask.first(i, j) == (not hit[a, :b].any())
     v = visits(mask, Br, Bc)
     cols = np.array([j.stop - j.start for j in J])
-    assert v.tiles.tolist() == hit.sum(axis=1).tolist()
-    assert v.keys.tolist() == (hit @ cols).tolist()
+    assert by_tile(v, "tiles") == hit.sum(axis=1).tolist()
+    assert by_tile(v, "keys") == (hit @ cols).tolist()
     assert v.keys_of_any == cols @ hit.any(axis=0)
     order = np.cumsum(hit, axis=1)
     places = [
-        (int(v.rows[a]), int(cols[b]), order[a, b]) for a, b in zip(*np.nonzero(hit), strict=True)
+        (by_tile(v, "rows")[a], int(cols[b]), order[a, b])
+        for a, b in zip(*np.nonzero(hit), strict=True)
     ]
     assert v.first == {(r, c) for r, c, n in places if n == 1}
     assert v.later == {(r, c) for r, c, n in places if n > 1}
@@ -212,3 +213,18 @@ def test_the_weight_that_a_layout_drops_is_what_its_softmax_misses():
     np.testing.assert_allclose(dropped, (weights * outside).sum(axis=-1), atol=1e-12)
     assert (layouts.weight_outside(q, k, np.ones((3, 3), bool), (4, 4)) == 0).all()
     assert (layouts.weight_outside(q, k, np.zeros((3, 3), bool), (4, 4)) == 1).all()
+
+
+def test_a_tile_that_cuts_blocks_is_empty_if_all_it_has_of_the_kept_ones_is_masked():
+    """Every tile of 6 x 6 scores, over blocks of 2 x 3, under a few bands and paddings."""
+    spans = [slice(a, b) for a in range(6) for b in range(a + 1, 7)]
+    rng = np.random.default_rng(0)
+    for lo, hi, real in ((-9, 9, 6), (-9, 0, 6), (-9, -2, 6), (1, 9, 6), (-1, 1, 5), (-9, 9, 2)):
+        for _ in range(3):
+            layout = Layout(rng.random((3, 2)) < 0.4, 2, 3)
+            mask = Mask(6, 6, lo=lo, hi=hi, keys=np.arange(6) < real, layout=layout)
+            whole = mask.tile(slice(0, 6), slice(0, 6)).keep()
+            for i in spans:
+                for j in spans:
+                    assert mask.empty(i, j) == (not whole[i, j].any())
+                    assert mask.full(i, j) == whole[i, j].all()

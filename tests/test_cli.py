@@ -654,6 +654,10 @@ BAD_ARGUMENTS = {
     "backward too long": (["run", "--shape", "1,1,5000,1", "--backward"], "--backward"),
     "backward tiles": (["run", "--backward", "--tiles", "32,63"], "flash1, backward: "),
     "part": (["sweep", "sideways"], "part='sideways'"),
+    "zero key tiles": (["io", "--tiles", "1,0"], "tiles[1]=0"),
+    "negative tiles": (["io", "--tiles", "5,-3"], "tiles[1]=-3"),
+    "negative tolerance": (["run", "--tolerance", "-1"], "tolerance=-1.0"),
+    "tolerance that is no number": (["run", "--tolerance", "nan"], "tolerance=nan"),
     "unknown device": (["devices", "abacus"], "device='abacus'"),
 }  # fmt: skip
 

@@ -1,5 +1,7 @@
 """Executed = closed form, array by array; the formulas; the extremes; published figures."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -318,3 +320,33 @@ def test_without_queries_nothing_is_read(variant):
     none, keys = np.zeros((0, 4), np.float32), np.zeros((9, 4), np.float32)
     out = run(Call(none, keys, keys), variant, tiles=(2, 2))
     assert out.traffic.total_elements == out.sram_peak_elements == 0
+
+
+@given(calls(max_n=20, dropout=False), tilings)
+def test_a_softmax_in_two_passes_takes_every_exponential_twice_and_one_for_each_rescaling(
+    call, tiles
+):
+    ran, exp = [], standard.exp
+
+    def counting_exp(s, m, out=None):
+        ran.append(s.size)
+        return exp(s, m, out=out)
+
+    row = replace(ALGORITHMS["standard"], more=lambda *_: {"Bs": 0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALGORITHMS, "standard", row)
+        patch.setattr(standard, "exp", counting_exp)
+        out = run(call, ("standard", "literal"), tiles=tiles)
+        cost = formula(call, out, ("standard", "literal"))
+    assert sum(ran) == cost.exps
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("d, dv", [(3, 5), (5, 3)])
+def test_without_keys_the_rows_are_still_held(variant, d, dv):
+    call = Call(*(np.zeros(shape, np.float32) for shape in ((9, d), (0, d), (0, dv))))
+    out = run(call, variant, tiles=(4, 2))
+    cost = formula(call, out, variant)
+    assert counted(out.traffic) == counted(cost)
+    assert out.sram_peak_elements == cost.sram_elements
+    assert out.sram_peak_bytes == cost.sram_bytes

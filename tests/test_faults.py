@@ -448,3 +448,12 @@ def test_any_width_has_gradients(variant, d):
     q, k, v, do = np.random.default_rng(d).standard_normal((4, 6, d), dtype=np.float32)
     got = gradients(variant, q, k, v, do, (4, 4))
     assert max(exact_gradients(q, k, v, do).ratios(got).values()) <= 1
+
+
+@every
+def test_a_window_of_w_to_the_right_sees_w_plus_1_keys(variant):
+    """And the keys before it all: query 1 of 5 with w = 1 sees keys 0, 1 and 2."""
+    output, _ = attend(variant, [0] * 5, [0] * 5, range(5), (2, 2), window=(None, 1))
+    assert output == [0.5, 1, 1.5, 2, 2]
+    output, _ = attend(variant, [0] * 5, [0] * 5, range(5), (2, 2), window=(1, 1))
+    assert output == [0.5, 1, 2, 3, 3.5]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flashsim as fs
-from flashsim.reference import exact
+from flashsim.reference import exact, exact_gradients
 from strategies import VARIANTS, same_bits
 
 f32 = np.float32
@@ -52,7 +52,7 @@ BAD = {
     "attn_mask wider than the scores": (lambda: fs.attention(Q, K, V, attn_mask=np.zeros((5, 6))), TypeError, "attn_mask.dtype='float64': .*float32"),
     "key_padding_mask shape": (lambda: fs.attention(Q, K, V, key_padding_mask=np.ones((2, 5), bool)), ValueError, r"key_padding_mask.shape=\(2, 5\): expected \(2, 6\)"),
     "key_padding_mask dtype": (lambda: fs.attention(Q, K, V, key_padding_mask=np.ones((2, 6))), TypeError, "key_padding_mask.dtype='float64': expected bool"),
-    "scale nan": (lambda: fs.attention(Q, K, V, scale=float("nan")), ValueError, "scale=nan: expected a finite number"),
+    "scale nan": (lambda: fs.attention(Q, K, V, scale=float("nan")), ValueError, "scale=nan: expected a number of at most"),
     "scale infinite": (lambda: fs.attention(Q, K, V, scale=np.inf), ValueError, "scale=inf"),
     "scale text": (lambda: fs.attention(Q, K, V, scale="1"), TypeError, "scale='1'"),
     "dropout 1": (lambda: fs.attention(Q, K, V, dropout_p=1.0), ValueError, r"dropout_p=1.0: expected a probability in \[0, 1\)"),
@@ -74,7 +74,7 @@ BAD = {
     "tiles that do not fit": (lambda: fs.attention(Q, K, V, tiles=(5, 6), sram=20), fs.SramOverflow, "does not fit on the chip.*SRAM holds 20 elements"),
     "convention": (lambda: fs.attention(Q, K, V, convention="real"), ValueError, "convention='real': expected one of 'literal', 'elided'"),
     "sdpa mask and causal": (lambda: fs.scaled_dot_product_attention(Q, K, V, attn_mask=np.ones((5, 6), bool), is_causal=True), ValueError, "attn_mask=.*is_causal=True"),
-    "sdpa batches that do not broadcast": (lambda: fs.scaled_dot_product_attention(Q, K[:, :3], V[:, :3]), ValueError, "k.shape"),
+    "sdpa batches that do not broadcast": (lambda: fs.scaled_dot_product_attention(Q, K[:, :3], V[:, :3]), ValueError, "key.shape"),
     "io_cost N": (lambda: fs.io_cost("flash2", N=-1, d=4), ValueError, "N=-1: expected an integer of at least 0"),
     "io_cost d": (lambda: fs.io_cost("flash2", N=8, d=0), ValueError, "d=0"),
     "io_cost one tile": (lambda: fs.io_cost("flash2", N=8, d=4, Br=2), ValueError, "Br=2: expected both Br and Bc"),
@@ -82,6 +82,18 @@ BAD = {
     "io_cost dtype": (lambda: fs.io_cost("flash2", N=8, d=4, dtype="int8"), ValueError, "dtype='int8': expected one of 'float16'"),
     "io_cost lengths": (lambda: fs.io_cost("flash2", N=8, d=4, batch=2, key_lengths=[3]), ValueError, r"key_lengths=\[3\]: expected one length for each"),
     "io_cost length": (lambda: fs.io_cost("flash2", N=8, d=4, key_lengths=[9]), ValueError, r"key_lengths\[0\]=9"),
+    "scale beyond the type": (lambda: fs.attention(Q, K, V, scale=1e39), ValueError, r"scale=1e\+39: expected a number of at most 3.4e\+38"),
+    "scale beyond any float": (lambda: fs.attention(Q, K, V, scale=10**400), ValueError, "scale=1000"),
+    "sram beyond any float": (lambda: fs.attention(Q, K, V, sram=10**400), ValueError, "sram=1000"),
+    "masked k": (lambda: fs.attention(Q, np.ma.masked_array(K), V), TypeError, "k='a masked array'"),
+    "masked attn_mask": (lambda: fs.attention(Q, K, V, attn_mask=np.ma.masked_array(np.ones((5, 6), bool))), TypeError, "attn_mask='a masked array'"),
+    "ragged q": (lambda: fs.attention([[1.0], [1.0, 2.0]], K, V), ValueError, "q='what NumPy cannot make an array of'"),
+    "padding for queries without a batch": (lambda: fs.attention(Q[0], K[0], V[0], key_padding_mask=np.ones((4, 6), bool)), ValueError, "q has no batch dimension"),
+    "sdpa flag": (lambda: fs.scaled_dot_product_attention(Q, K, V, is_causal=np.ones(3, bool)), TypeError, "is_causal="),
+    "sdpa names its own arguments": (lambda: fs.scaled_dot_product_attention(Q.astype(int), K, V), TypeError, "query.dtype='int64'"),
+    "io_cost lengths not a sequence": (lambda: fs.io_cost("flash2", N=8, d=4, key_lengths=5), TypeError, "key_lengths=5: expected one length for each"),
+    "io_cost block_sparse": (lambda: fs.io_cost("block_sparse", N=8, d=4), ValueError, "block_mask=None: expected a block layout"),
+    "io_cost too long with a mask": (lambda: fs.io_cost("flash2", N=2**40, d=4, is_causal=True), ValueError, "N=1099511627776: expected at most 2147483648 with a mask"),
     "tile_sizes rule": (lambda: fs.tile_sizes(100, 4, "best"), ValueError, "rule='best': expected one of 'paper', 'strict', 'optimal'"),
     "tile_sizes optimal without N": (lambda: fs.tile_sizes(100, 4, "optimal"), ValueError, "N=None: expected the sequence length"),
     "tile_sizes M": (lambda: fs.tile_sizes(0, 4), ValueError, "M=0"),
@@ -183,3 +195,56 @@ def test_import_is_light_and_loads_no_command_line():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tiles_are_no_longer_than_what_they_tile(variant):
+    how = {"algorithm": variant[0], "convention": variant[1]}
+    long = fs.attention(*qkv(), tiles=(64, 64), **how)
+    assert long.tiles == (5, 6)
+    assert fs.attention(*qkv(), tiles=(2, 64), **how).tiles == (2, 6)
+    assert fs.attention(*qkv(Nq=0, Nk=0), tiles=(2, 2), **how).tiles == (1, 1)
+    assert same_bits(long.output, fs.attention(*qkv(), tiles=(5, 6), **how).output)
+
+
+def test_sdpa_broadcasts_batches_of_grouped_heads_and_takes_k_and_v_of_different_groups():
+    q, k, v = qkv(2, 4)
+    grouped = fs.scaled_dot_product_attention(q, k[:1, :2], v[:, :1], enable_gqa=True)
+    whole = np.broadcast_to(k[:1, :2], (2, 2, 6, 4)).repeat(2, axis=1), v[:, :1].repeat(4, axis=1)
+    assert same_bits(grouped, fs.attention(q, *whole).output)
+
+
+def test_dense_costs_are_exact_and_instant_at_any_length():
+    N, d = 10**12, 64
+    cost = fs.io_cost("flash2", N=N, d=d, Br=128, Bc=64, batch=10**6)
+    assert cost.total_elements == 10**6 * ((2 + 2 * (N // 128)) * N * d + N)
+    assert cost.flops == 10**6 * 4 * N * N * d
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (1, 1), (5, 1), (2, 1, 5, 6)])
+def test_a_mask_may_have_any_shape_that_broadcasts_and_its_gradient_has_it_too(variant, shape):
+    q, k, v = qkv(2, 4)
+    mask = np.random.default_rng(0).standard_normal(shape).astype(f32)
+    out = fs.attention(q, k, v, attn_mask=mask, algorithm=variant[0], convention=variant[1])
+    assert exact(q, k, v, attn_mask=mask).output_ratio(out.output) <= 1
+    got = out.backward(np.ones_like(out.output), wrt_mask=True)[3]
+    assert got.shape == shape
+    ref = exact_gradients(q, k, v, np.ones_like(out.output), attn_mask=mask)
+    assert ref.ratios(out.backward(np.ones_like(out.output), wrt_mask=True))["dmask"] <= 1
+    empty = fs.attention(
+        q[:, :, :0], k, v, attn_mask=mask[..., :0, :] if shape[-2:-1] == (5,) else mask
+    )
+    assert empty.output.shape == (2, 4, 0, 3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_returned_may_be_changed_before_the_backward_pass(variant):
+    q, k, v = qkv(2, 4)
+    one, two = (
+        fs.attention(q, k, v, algorithm=variant[0], convention=variant[1]) for _ in range(2)
+    )
+    do = np.ones_like(one.output)
+    one.output *= 2
+    one.lse *= 2
+    assert all(same_bits(a, b) for a, b in zip(one.backward(do), two.backward(do), strict=True))

@@ -144,11 +144,11 @@ def test_backward_kernels_give_the_gradients_and_move_what_they_must(simulator, 
         for h in range(heads):
             one = p.mask((*item, h))
             seen = visits(one, *tiles)
-            rows, keys = rows + seen.row_visits, keys + int(seen.keys.sum())
+            rows, keys = rows + seen.row_visits, keys + seen.key_visits
             if one.array is not None:
                 tall, broad = (one.array.shape[n] == N for n, N in enumerate((one.Nq, one.Nk)))
                 per_row = seen.keys if broad else seen.tiles
-                mask += int((seen.rows if tall else np.ones_like(seen.rows)) @ per_row)
+                mask += int((seen.times * seen.rows if tall else seen.times) @ per_row)
     arrays = {"mask": mask} if mask else {}
     lse, once = out.lse.size, {"K": k.size, "V": v.size}
     assert traffic["D"] == ({"dO": q.size, "O": q.size}, {"D": lse})

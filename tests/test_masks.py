@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flashsim.cost.counts import visits
 from flashsim.masks import Mask, band
 from flashsim.memory import Machine, blocks
-from strategies import tilings, visible
+from strategies import by_tile, tilings, visible
 
 
 @st.composite
@@ -59,11 +59,11 @@ def test_the_sums_over_visited_tiles_are_those_of_the_grid(rule, tiling):
     hit = np.array([[keep[i, j].any() for j in J] for i in I], bool).reshape(len(I), len(J))
     cols = np.array([j.stop - j.start for j in J], int)
     v = visits(mask, Br, Bc)
-    assert v.rows.tolist() == [i.stop - i.start for i in I]
-    assert v.tiles.tolist() == hit.sum(axis=1).tolist()
-    assert v.keys.tolist() == (hit @ cols).tolist()
+    assert by_tile(v, "rows") == [i.stop - i.start for i in I]
+    assert by_tile(v, "tiles") == hit.sum(axis=1).tolist()
+    assert by_tile(v, "keys") == (hit @ cols).tolist()
     assert v.keys_of_any == cols @ hit.any(axis=0)
-    shapes = {(int(v.rows[a]), int(cols[b])) for a, b in zip(*np.nonzero(hit), strict=True)}
+    shapes = {(by_tile(v, "rows")[a], int(cols[b])) for a, b in zip(*np.nonzero(hit), strict=True)}
     assert set(v.shapes) == shapes
 
 
@@ -125,3 +125,11 @@ def test_a_broadcast_side_of_an_array_is_its_only_row_or_column():
             slice(2, 5), slice(4, 8)
         )
         assert [event.where for event in machine.log] == [where]
+
+
+@pytest.mark.parametrize("Bc", [1, 2, 3, 4])
+def test_rows_whose_band_lies_beyond_the_keys_visit_nothing(Bc):
+    """Either side: queries 0 and 1 look before key 0, queries 6 to 8 behind key 3."""
+    v = visits(Mask(9, 4, lo=-2, hi=-2), 1, Bc)
+    assert by_tile(v, "tiles") == [0, 0, 1, 1, 1, 1, 0, 0, 0]
+    assert v.keys_of_any == 4

@@ -396,3 +396,16 @@ def test_tiles_born_in_the_backward_pass_have_names_of_their_own_and_the_type_of
     monkeypatch.setattr(Machine, "__call__", watched)
     out.backward(do)
     assert born == {(name, wide) for name in {"sum_j", *BORN_BACKWARD[algorithm, rows_fit]}}
+
+
+@pytest.mark.parametrize("budget", [{"sram": 8}, {"sram_bytes": 32}])
+def test_a_chip_may_be_filled_to_the_last_element_and_byte(budget):
+    machine, A = hbm(matrix(), **budget)
+    A[0:2]
+    machine("S", np.ones(4, np.float32))
+    assert (machine.used_elements, machine.used_bytes) == (8, 32)
+    with pytest.raises(SramOverflow):
+        machine("mi", np.ones(1, np.float32))
+    machine("S", np.ones(4, np.float32))
+    with pytest.raises(SramOverflow):
+        machine("S", np.ones(5, np.float32))

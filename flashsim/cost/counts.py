@@ -14,12 +14,13 @@ FlashAttention-2                          (2 + 2 Tr) N d + N
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ..checks import bad
 from ..masks import Layout, Mask
 from ..memory import Traffic
 
@@ -115,11 +116,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Visits:
-    """Which tiles of the Tr x Tc grid the rules leave, summed as the formulas need it."""
+    """Which tiles of the Tr x Tc grid the rules leave, summed as the formulas need it.
 
-    rows: Array  # (Tr,) rows of each query tile
-    tiles: Array  # (Tr,) key tiles that it visits
-    keys: Array  # (Tr,) keys in those tiles
+    Query tiles that are alike may stand in one entry: `times` says for how many.
+    """
+
+    rows: Array  # rows of a query tile
+    times: Array  # query tiles like it
+    tiles: Array  # key tiles that it visits
+    keys: Array  # keys in those tiles
     keys_of_any: int  # keys in tiles that at least one query tile visits
     first: frozenset[tuple[int, int]] = frozenset()  # (rows, keys) of first visits of a query tile
     later: frozenset[tuple[int, int]] = frozenset()  # and of the others
@@ -130,19 +135,38 @@ class Visits:
         return self.first | self.later
 
     @property
+    def turns(self) -> int:
+        """Query tiles, Tr."""
+        return int(self.times.sum())
+
+    @property
+    def tallest(self) -> int:
+        """Rows of the largest query tile."""
+        return int(self.rows.max(initial=0))
+
+    @property
     def row_visits(self) -> int:
         """Rows loaded by an inner loop over query tiles."""
-        return int(self.rows @ self.tiles)
+        return int((self.times * self.rows) @ self.tiles)
+
+    @property
+    def key_visits(self) -> int:
+        """Keys loaded by an inner loop over key tiles."""
+        return int(self.times @ self.keys)
 
     @property
     def area(self) -> int:
         """Scores computed."""
-        return int(self.rows @ self.keys)
+        return int((self.times * self.rows) @ self.keys)
 
     @property
     def rows_of_any(self) -> int:
         """Rows in query tiles that visit at least one key tile."""
-        return int(self.rows @ (self.tiles > 0))
+        return int((self.times * self.rows) @ (self.tiles > 0))
+
+
+LARGEST_GRID = 2**27  # query or key tiles that a band or padding may cut
+LARGEST_LENGTH = 2**31  # so that the sums of a banded grid stay below 2^63
 
 
 def _sizes(N: int, B: int) -> Array:
@@ -150,14 +174,28 @@ def _sizes(N: int, B: int) -> Array:
 
 
 def visits(mask: Mask, Br: int, Bc: int) -> Visits:
-    """The visited tiles; without a block layout in O(Tr + Tc), else in that of tiles and blocks."""
+    """The visited tiles: in O(1) without rules, in O(Tr + Tc) with a band or padding.
+
+    With a block layout, in the number of its cells.
+
+    Raises
+    ------
+    ValueError
+        If a masked problem has more than 2^27 tiles along a side, or is longer than 2^31.
+    """
     if mask.layout is not None:
         return _visits_of_layout(mask, mask.layout, Br, Bc)
+    if not mask.banded and mask.keys is None:
+        return _all_visits(mask.Nq, mask.Nk, Br, Bc)
+    for name, N, B in (("N", mask.Nq, Br), ("Nk", mask.Nk, Bc)):
+        if N > LARGEST_LENGTH or -(-N // B) > LARGEST_GRID:
+            most = min(LARGEST_LENGTH, LARGEST_GRID * B)
+            raise bad(name, N, f"at most {most} with a mask and tiles of {B}")
     rows, cols = _sizes(mask.Nq, Br), _sizes(mask.Nk, Bc)
     Tr, Tc = len(rows), len(cols)
+    once = np.ones(Tr, np.int64)
     if Tr == 0 or Tc == 0:
-        none = np.zeros(Tr, np.int64)
-        return Visits(rows, none, none, 0)
+        return Visits(rows, once, 0 * once, 0 * once, 0)
     start = np.arange(Tr) * Br
     first = np.clip(start + mask.lo, 0, mask.Nk)  # keys [first, stop) meet the band
     stop = np.clip(start + rows + mask.hi, 0, mask.Nk)
@@ -165,11 +203,14 @@ def visits(mask: Mask, Br: int, Bc: int) -> Visits:
     left, right = np.where(some, first // Bc, 0), np.where(some, (stop - 1) // Bc, 0)
 
     # Only the two outermost tiles are cut by the band; of those between, padding alone decides.
-    alive = mask.live_before if mask.live_before is not None else np.arange(mask.Nk + 1)
+    def alive(k: Array) -> Array:
+        """Real keys before key k."""
+        return k if mask.live_before is None else np.asarray(mask.live_before[k])
+
     edges = np.append(np.arange(Tc) * Bc, mask.Nk)
-    whole = np.diff(alive[edges]) > 0
-    at_left = some & (alive[np.minimum(edges[left + 1], stop)] > alive[np.minimum(first, stop)])
-    at_right = some & (left < right) & (alive[stop] > alive[np.maximum(edges[right], first)])
+    whole = np.diff(alive(edges)) > 0
+    at_left = some & (alive(np.minimum(edges[left + 1], stop)) > alive(np.minimum(first, stop)))
+    at_right = some & (left < right) & (alive(stop) > alive(np.maximum(edges[right], first)))
     inner = np.maximum(right - left - 1, 0) * some
 
     def between(weight: Array) -> Array:
@@ -189,6 +230,7 @@ def visits(mask: Mask, Br: int, Bc: int) -> Visits:
     at_last = (at_left & (left == Tc - 1)) | (at_right & (right == Tc - 1))
     return Visits(
         rows,
+        once,
         tiles,
         keys,
         int(cols @ touched),
@@ -197,12 +239,35 @@ def visits(mask: Mask, Br: int, Bc: int) -> Visits:
     )
 
 
+def _all_visits(Nq: int, Nk: int, Br: int, Bc: int) -> Visits:
+    """Every tile: along each side at most two kinds, whole and short. Exact at any size."""
+
+    def kinds(N: int, B: int) -> dict[int, int]:
+        return {size: n for size, n in ((B, N // B), (N % B, 1)) if size and n}
+
+    rows, cols = kinds(Nq, Br), kinds(Nk, Bc)
+    sizes = list(cols)
+
+    def column(values: Iterable[int]) -> Array:
+        return np.array(list(values), dtype=object)  # Python's integers know no overflow
+
+    return Visits(
+        column(rows),
+        column(rows.values()),
+        column([sum(cols.values())] * len(rows)),
+        column([Nk] * len(rows)),
+        Nk if rows else 0,
+        first=frozenset((r, sizes[0]) for r in rows if sizes),
+        later=frozenset((r, c) for r in rows for n, c in enumerate(sizes) if n or cols[c] > 1),
+    )
+
+
 def _visits_of_layout(mask: Mask, layout: Layout, Br: int, Bc: int) -> Visits:
     """The same, from a grid so fine that each cell lies in one tile and in one block."""
     rows, cols = _sizes(mask.Nq, Br), _sizes(mask.Nk, Bc)
     if len(rows) == 0 or len(cols) == 0:
         none = np.zeros(len(rows), np.int64)
-        return Visits(rows, none, none, 0)
+        return Visits(rows, none + 1, none, none, 0)
     top, left = (
         np.union1d(np.arange(0, N, B), np.arange(0, N, block))
         for N, B, block in ((mask.Nq, Br, layout.Br), (mask.Nk, Bc, layout.Bc))
@@ -219,6 +284,7 @@ def _visits_of_layout(mask: Mask, layout: Layout, Br: int, Bc: int) -> Visits:
     leading = hit & (np.cumsum(hit, axis=1) == 1)
     return Visits(
         rows,
+        np.ones(len(rows), np.int64),
         hit.sum(axis=1),
         hit @ cols,
         int(cols @ hit.any(axis=0)),
@@ -247,7 +313,7 @@ def _mask_reads(head: Head, v: Visits) -> dict[str, int]:
         return {}
     tall, broad = head.mask.own_sides
     per_row = v.keys if broad else v.tiles
-    return {"mask": int((v.rows if tall else np.ones_like(v.rows)) @ per_row)}
+    return {"mask": int((v.times * v.rows if tall else v.times) @ per_row)}
 
 
 def _peak(*moments: tuple[int, int]) -> dict[str, int]:
@@ -334,14 +400,14 @@ def flash1(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
 def flash2(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
     """Algorithm 1 of Dao 2023; it has no initial write to elide."""
     v = visits(head.mask, Br, Bc)
-    r0 = int(v.rows.max(initial=0))
+    r0 = v.tallest
     accumulators = r0 * (head.dv + 2)
     alone = (r0 * head.d + accumulators, r0 * head.d * head.stored + accumulators * head.wide)
     return Cost(
         reads={
             "Q": head.Nq * head.d,
-            "K": int(v.keys.sum()) * head.d,
-            "V": int(v.keys.sum()) * head.dv,
+            "K": v.key_visits * head.d,
+            "V": v.key_visits * head.dv,
             **_mask_reads(head, v),
         },
         writes={"O": head.Nq * head.dv, "L": head.Nq},
@@ -359,14 +425,14 @@ def standard(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> C
     Standard attention skips nothing, so the rules do not matter, and it has no initial write.
     """
     v = visits(Mask(head.Nq, head.Nk, array=head.mask.array), Br, Bc)
-    r0 = int(v.rows.max(initial=0))
+    r0 = v.tallest
     alone = [(r0 * head.d, r0 * head.d * head.stored), (r0 * head.dv, r0 * head.dv * head.wide)]
     steps = [step(head, r, c) for step in (_scores, _values) for r, c in v.shapes]
     if Bs:
         steps.append(_statistics(head, Bs, head.Nk))
     else:
         steps += [_statistics(head, r, c) for r, c in (*v.shapes, (r0, 0))]
-    scores, Tr = head.Nq * head.Nk, len(v.rows)
+    scores, Tr = head.Nq * head.Nk, v.turns
     return Cost(
         reads={
             "Q": head.Nq * head.d,
@@ -518,7 +584,7 @@ def flash2_backward(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
     again = rows - (v.rows_of_any if elide else 0)
     mask = _mask_reads(head, v)
     d_read, d_written = _d_mask(head, mask.get("mask", 0), mask.get("mask", 0))
-    r0, c0 = int(v.rows.max(initial=0)), min(Bc, head.Nk)
+    r0, c0 = v.tallest, min(Bc, head.Nk)
     return Cost(
         reads={
             "O": head.Nq * dv,
@@ -554,10 +620,10 @@ def flash2_backward(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
 def two_kernel_backward(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
     """One loop for dK and dV, one for dQ; nothing is initialised, so there is nothing to elide."""
     v, d, dv = visits(head.mask, Br, Bc), head.d, head.dv
-    rows, keys = v.row_visits, int(v.keys.sum())
+    rows, keys = v.row_visits, v.key_visits
     mask = _mask_reads(head, v)
     d_read, d_written = _d_mask(head, mask.get("mask", 0), mask.get("mask", 0))
-    r0, c0 = int(v.rows.max(initial=0)), min(Bc, head.Nk)
+    r0, c0 = v.tallest, min(Bc, head.Nk)
     return Cost(
         reads={
             "O": head.Nq * dv,
@@ -593,9 +659,9 @@ def two_kernel_backward(head: Head, *, Br: int, Bc: int, elide: bool = False) ->
 def standard_backward(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> Cost:
     """Algorithm 3 of Dao et al. 2022; Bs = 0: a row of P and dP does not fit and is read twice."""
     v = visits(Mask(head.Nq, head.Nk, array=head.mask.array), Br, Bc)
-    d, dv, scores, Tr = head.d, head.dv, head.Nq * head.Nk, len(v.rows)
+    d, dv, scores, Tr = head.d, head.dv, head.Nq * head.Nk, v.turns
     Tc = -(-head.Nk // Bc)
-    r0, c0 = int(v.rows.max(initial=0)), min(Bc, head.Nk)
+    r0, c0 = v.tallest, min(Bc, head.Nk)
     steps = [step for r, c in v.shapes for step in _standard_backward_steps(head, r, c)]
     if Bs:
         tall, broad = head.mask.own_sides

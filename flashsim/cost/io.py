@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from .. import checks
 from ..algorithms import ALGORITHMS, Algorithm, Backward
 from ..attention import Attention
-from ..checks import bad, clamped
+from ..checks import bad, bad_type, clamped
 from ..masks import Mask, band
 from ..memory import widened
 from ..problem import block_layout, checked
@@ -114,10 +114,12 @@ def io_cost(
         group = heads // shared if shared else 1
         return Head(mask, d, dv, stored.itemsize, widened(stored).itemsize, group)
 
+    if ALGORITHMS[algorithm].needs_layout and block_mask is None:
+        raise bad("block_mask", None, f"a block layout, for algorithm={algorithm!r}")
     layout = block_layout(block_mask, None if Br is None else (Br, Bc), N, Nk)
     Br, Bc = _tiles(Br, Bc, row, head(Mask(N, Nk)), limits)
     total = Cost()
-    for length, items in Counter(_lengths(key_lengths, batch, Nk)).items():
+    for length, items in _lengths(key_lengths, batch, Nk).items():
         real = None if length == Nk else np.arange(Nk) < length
         one = head(Mask(N, Nk, lo=lo, hi=hi, keys=real, layout=layout))
         cost = row.count(
@@ -178,13 +180,16 @@ def expected_cost(
     return total
 
 
-def _lengths(key_lengths: Any, batch: int, Nk: int) -> list[int]:
+def _lengths(key_lengths: Any, batch: int, Nk: int) -> Counter[int]:
+    """How many items have how many real keys."""
     if key_lengths is None:
-        return [Nk] * batch
+        return Counter({Nk: batch})
+    if not isinstance(key_lengths, Iterable):
+        raise bad_type("key_lengths", key_lengths, f"one length for each of the {batch} items")
     lengths = [checks.integer(f"key_lengths[{n}]", x, 0, Nk + 1) for n, x in enumerate(key_lengths)]
     if len(lengths) != batch:
         raise bad("key_lengths", key_lengths, f"one length for each of the batch={batch} items")
-    return lengths
+    return Counter(lengths)
 
 
 def _tiles(
