@@ -4,36 +4,25 @@
     python benchmarks/gpu_kernels.py --out results.json --counters  # and Nsight Compute's bytes
 
 Needs PyTorch, which also makes the inputs and the peers; --counters needs `ncu` and the right to
-read counters. Times are CUDA events around one call, after warm-up, inputs in turn from three sets:
-the median, and the range of the middle half. Clocks are left as they are.
+read counters. Timing and counting are flashsim.measure's; `flashsim bench` times the kernels over
+their tiles.
 """
 
 import argparse
-import csv
 import dataclasses
-import datetime
-import io
 import json
-import platform
-import statistics
 import subprocess
 import sys
 
-import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashsim as fs
 from flashsim import kernels
+from flashsim.measure.bench import header
+from flashsim.measure.counters import command, parse_csv
+from flashsim.measure.timing import milliseconds
 
-METRICS = (
-    "l1tex__m_xbar2l1tex_read_bytes.sum",
-    "l1tex__m_l1tex2xbar_write_bytes.sum",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-    "gpu__time_duration.sum",
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-)
 BIG = (4, 16, 4096, 64)
 WIDE = (2, 16, 4096, 128)
 
@@ -81,31 +70,14 @@ def sdpa(backend):
     return run
 
 
-def milliseconds(calls, seconds=0.3):
-    """(median, lower quartile, upper quartile) of a call's time; `calls` take turns."""
-    for call in calls * 2:
-        call()
-    torch.cuda.synchronize()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    while len(times) < 9 or (sum(times) < 1e3 * seconds and len(times) < 300):
-        call = calls[len(times) % len(calls)]
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    low, median, high = statistics.quantiles(times, n=4)
-    return median, low, high
-
-
 def timed(name, calls, flops):
     """A row of the table; a contestant that does not run says why."""
     try:
-        median, low, high = milliseconds(calls)
+        time = milliseconds(calls, seconds=0.3)
     except Exception as error:
         return {"name": name, "error": f"{type(error).__name__}: {error}"[:300]}
-    row = {"name": name, "ms": median, "ms_quartiles": [low, high], "tflops": flops / median / 1e9}
+    median = time["ms"]
+    row = {"name": name, **time, "tflops": flops / median / 1e9}
     print(f"{name:58s} {median:9.3f} ms  {row['tflops']:7.1f} TFLOP/s", flush=True)
     return row
 
@@ -229,21 +201,12 @@ def launch_counted():
 
 def counters():
     """Bytes that ncu counts for each case, beside the closed form."""
-    command = ["ncu", "--csv", "--clock-control", "none", "--metrics", ",".join(METRICS)]
-    command += ["--kernel-name", "regex:flash1|flash2|standard", "--print-units", "base"]
-    done = subprocess.run(
-        [*command, sys.executable, __file__, "--launch-counted"], capture_output=True, text=True
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    launches = {}
-    for row in csv.DictReader(io.StringIO("\n".join(lines))):
-        value = float(row["Metric Value"].replace(",", ""))
-        launches.setdefault(int(row["ID"]), {"kernel": row["Kernel Name"]})[row["Metric Name"]] = (
-            value
-        )
-    found = [launches[n] for n in sorted(launches)]
-    if not found:
-        return [{"error": (done.stdout + done.stderr)[-2000:]}]
+    program = [sys.executable, __file__, "--launch-counted"]
+    done = subprocess.run(command(program), capture_output=True, text=True)
+    try:
+        found = parse_csv(done.stdout + done.stderr)
+    except ValueError as error:
+        return [{"error": str(error)}]
     rows = []
     for algorithm, shape, dtype, tiles, what in COUNTED:
         B, H, N, d = shape
@@ -252,45 +215,23 @@ def counters():
         cost = fs.io_cost(
             algorithm, N=N, d=d, Br=tiles[0], Bc=tiles[1], heads=H, batch=B, dtype=dtype, **what
         )
-        total = {metric: sum(m[metric] for m in mine) for metric in METRICS}
+        moved = ("sm_read_bytes", "sm_written_bytes", "dram_read_bytes", "dram_written_bytes")
+        total = {name: sum(m[name] for m in mine) for name in moved}
         rows.append(
             {
                 "algorithm": algorithm, "shape": shape, "dtype": dtype, "tiles": tiles, **what,
                 "model_read_bytes": cost.read_bytes, "model_written_bytes": cost.written_bytes,
                 "measured": total, "launches": mine,
-                "read_ratio": total[METRICS[0]] / cost.read_bytes,
-                "write_ratio": total[METRICS[1]] / cost.written_bytes,
+                "read_ratio": total["sm_read_bytes"] / cost.read_bytes,
+                "write_ratio": total["sm_written_bytes"] / cost.written_bytes,
             }
         )  # fmt: skip
         shown = {
             k: rows[-1][k]
             for k in ("algorithm", "shape", "dtype", "tiles", "read_ratio", "write_ratio")
         }
-        print(shown, what, f"{total['gpu__time_duration.sum'] / 1e6:.2f} ms", flush=True)
+        print(shown, what, flush=True)
     return rows
-
-
-def header():
-    """On what this ran."""
-    import numba
-    import numba_cuda
-
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True, text=True,
-    ).stdout.strip()  # fmt: skip
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "numba": numba.__version__,
-        "numba_cuda": numba_cuda.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "l2": "not flushed between calls; inputs from three sets in turn",
-    }
 
 
 def main():
@@ -303,7 +244,7 @@ def main():
     if options.launch_counted:
         return launch_counted()
     torch.backends.cuda.matmul.allow_tf32 = False
-    result = {"header": header(), "times": [], "errors": [], "counters": []}
+    result = {"header": header(flush=False), "times": [], "errors": [], "counters": []}
 
     def save():
         with open(options.out, "w") as file:

@@ -1,4 +1,4 @@
-"""The command line: run, io, sweep, layouts, devices.
+"""The command line: run, io, sweep, layouts, devices, bench, compare.
 
 Exit codes: 0 if every check held, 1 if one did not, 2 for input that cannot be used, with one line
 on stderr that says which and why. What takes long to import is imported where it is used.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from . import __version__
+from . import __version__, cli_gpu
 
 if TYPE_CHECKING:
     from .inputs import Inputs
@@ -389,6 +389,10 @@ def devices(
     if name is None:
         _finish(reports.devices_report(list(DEVICES.values())), json, csv)
     _finish(reports.device_report(preset(name)), json, csv)
+
+
+app.command()(cli_gpu.bench)
+app.command()(cli_gpu.compare)
 
 
 def _check_output(json: bool, csv: bool, plot: Path | None) -> None:

@@ -24,9 +24,9 @@ def band(
     Nq: int,
     Nk: int,
     *,
-    is_causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
+    is_causal: bool,
+    causal_align: str,
+    window: tuple[int | None, int | None] | None,
 ) -> tuple[int, int]:
     """(lo, hi): query i may attend to keys i + lo to i + hi.
 

@@ -71,8 +71,8 @@ def log(l: Array) -> Array:
 
 
 def over(x: Array, l: Array, out: Array | None = None) -> Array:
-    """x / l row by row, and 0 where l is 0: a row that may attend to nothing; `out` may be x."""
-    a = l[:, None] if x.ndim == 2 else l
+    """x (rows, n) / l row by row, 0 where l is 0: it may attend to nothing; `out` may be x."""
+    a = l[:, None]
     quotient = np.divide(x, np.where(a == 0, l.dtype.type(1), a), out=out)
     np.copyto(quotient, 0, where=a == 0)
     return quotient

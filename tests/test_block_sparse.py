@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashsim as fs
@@ -79,6 +79,7 @@ def test_executed_is_the_closed_form_for_each_array(drawn, row, others):
         assert peak == cost.sram_elements
 
 
+@settings(max_examples=300)
 @given(
     st.integers(1, 20), st.integers(1, 20), tilings, tilings, st.floats(0, 1), st.integers(0, 99),
     st.booleans(), st.booleans(),

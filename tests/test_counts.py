@@ -12,7 +12,7 @@ from flashsim import memory
 from flashsim.algorithms import ALGORITHMS, flash1, flash2, standard
 from flashsim.cost.io import expected_cost
 from flashsim.problem import checked
-from strategies import DTYPES, VARIANTS, Call, calls, tilings, variants
+from strategies import DTYPES, VARIANTS, Call, backwards, calls, tilings, variants
 
 
 def run(call, variant, **how):
@@ -81,7 +81,7 @@ def test_the_strict_rule_fits_whatever_is_asked(call, variant, room, in_bytes):
         assert (out.sram_peak_bytes if in_bytes else out.sram_peak_elements) <= value
 
 
-@given(calls(max_n=20, dropout=False), variants, tilings)
+@given(calls(max_n=20, dropout=False), backwards, tilings)
 def test_flops_and_exponentials_are_those_that_ran(call, variant, tiles):
     ran = {"flops": 0, "exps": 0}
 
@@ -106,8 +106,11 @@ def test_flops_and_exponentials_are_those_that_ran(call, variant, tiles):
             patch.setattr(module, "exp", counting_exp)
         patch.setattr(memory, "on_chip_copy", lambda view: load(view).view(Tile))
         out = run(call, variant, tiles=tiles)
-    cost = formula(call, out, variant)
-    assert ran == {"flops": cost.flops, "exps": cost.exps}
+        forward = dict(ran)
+        out.backward(np.ones_like(out.output))
+    cost, back = formula(call, out, variant), formula(call, out, variant, backward=True)
+    assert forward == {"flops": cost.flops, "exps": cost.exps}
+    assert ran == {"flops": cost.flops + back.flops, "exps": cost.exps + back.exps}
 
 
 sizes = st.integers(1, 200)
@@ -343,10 +346,60 @@ def test_a_softmax_in_two_passes_takes_every_exponential_twice_and_one_for_each_
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("d, dv", [(3, 5), (5, 3)])
-def test_without_keys_the_rows_are_still_held(variant, d, dv):
-    call = Call(*(np.zeros(shape, np.float32) for shape in ((9, d), (0, d), (0, dv))))
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_without_keys_the_rows_are_still_held(variant, d, dv, dtype):
+    call = Call(*(np.zeros(shape, dtype) for shape in ((9, d), (0, d), (0, dv))))
     out = run(call, variant, tiles=(4, 2))
     cost = formula(call, out, variant)
     assert counted(out.traffic) == counted(cost)
     assert out.sram_peak_elements == cost.sram_elements
     assert out.sram_peak_bytes == cost.sram_bytes
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_array_has_the_item_size_of_the_closed_form(variant, dtype):
+    call = Call(*np.ones((3, 8, 4), dtype), {"attn_mask": np.zeros((8, 8), np.float16)})
+    out = run(call, variant, tiles=(4, 4))
+    cost = formula(call, out, variant)
+    moved = {*cost.reads, *cost.writes}
+    assert {n: cost.item_bytes[n] for n in moved} == {n: out.traffic.item_bytes[n] for n in moved}
+    assert cost.item_bytes["mask"] == 2
+
+
+@pytest.mark.parametrize("algorithm", ["flash1", "flash2", "standard"])
+def test_a_budget_in_bytes_gives_the_tiles_of_as_many_elements(algorithm):
+    """In float32, at every budget from the smallest, so also where the tiles fill it."""
+    call = normal(8, 3)
+    for room in range(15, 80):
+        elements = fs.attention(*call, algorithm=algorithm, sram=room)
+        in_bytes = fs.attention(*call, algorithm=algorithm, sram_bytes=4 * room)
+        assert elements.tiles == in_bytes.tiles
+        assert elements.traffic == in_bytes.traffic
+
+
+def test_the_papers_tile_is_rounded_up_and_its_short_side_is_at_most_d():
+    """FA1 (arXiv:2205.14135), Algorithm 1, line 1: Bc = ceil(M / 4d), Br = min(Bc, d)."""
+    for M, tiles in ((1, (1, 1)), (16, (1, 1)), (17, (2, 2)), (65, (4, 5)), (96, (4, 6))):
+        assert fs.tile_sizes(M, 4, "paper", "flash1") == tiles
+        assert fs.tile_sizes(M, 4, "paper", "flash2") == tiles[::-1]
+
+
+@pytest.mark.parametrize("algorithm", ["flash1", "flash2", "standard"])
+@pytest.mark.parametrize("N, M", [(10, 40), (10, 60), (13, 50), (13, 90), (7, 200)])
+def test_of_equally_good_tiles_the_optimal_rule_takes_even_ones_that_fill_the_chip(algorithm, N, M):
+    """The shortest long side that needs no more turns, then the longest short one that fits."""
+    row, head = ALGORITHMS[algorithm], _head(N, 2, 2)
+    fitting = [
+        (Br, Bc)
+        for Br in range(1, N + 1)
+        for Bc in range(1, N + 1)
+        if row.needs(head, Br, Bc)[0] <= M
+    ]
+
+    def order(tiles):
+        long, short = tiles if row.outer == "Q" else tiles[::-1]
+        moved = fs.io_cost(algorithm, N=N, d=2, Br=tiles[0], Bc=tiles[1]).total_elements
+        return moved, long, -short
+
+    assert fs.tile_sizes(M, 2, "optimal", algorithm, N=N) == min(fitting, key=order)

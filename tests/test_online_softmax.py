@@ -149,7 +149,7 @@ def test_the_operations_are_safe_where_nothing_was_seen():
     assert log(zero) == -np.inf
     assert over(np.ones((1, 2)), zero).tolist() == [[0, 0]]
     assert np.isnan(log(np.array([np.nan])))
-    assert np.isnan(over(np.ones(1), np.array([np.nan])))
+    assert np.isnan(over(np.ones((1, 1)), np.array([np.nan])))
 
 
 def test_weigh_takes_nothing_from_a_masked_slot_and_everything_from_a_live_one():

@@ -109,7 +109,9 @@ def gradient_of_softmax(P: Any, dP: Any, dS: Any, *, Bs: int, mask: Any) -> None
     for i, Pi, dPi in tiles(Bs, P, dP):
         dPi = on_chip("dP", np.where(Pi != 0, dPi, 0))  # dS_i will overwrite it
         Di = (Pi * dPi).sum(axis=1)
-        dS[i] = mask.add_gradient(softmax_gradient(Pi, dPi, Di), i, everything)
+        dSi = softmax_gradient(Pi, dPi, Di)
+        np.copyto(dSi, 0, where=Pi == 0)  # also where D_i is NaN
+        dS[i] = mask.add_gradient(dSi, i, everything)
 
 
 def gradient_of_softmax_in_two_passes(
@@ -123,4 +125,6 @@ def gradient_of_softmax_in_two_passes(
             Di += (Pij * np.where(Pij != 0, dPij, 0)).sum(axis=1)
         for j, Pij, dPij in tiles(Bc, row(P, i), row(dP, i)):
             dPij = on_chip("dP", np.where(Pij != 0, dPij, 0))
-            dS[i, j] = mask.add_gradient(softmax_gradient(Pij, dPij, Di), i, j)
+            dSij = softmax_gradient(Pij, dPij, Di)
+            np.copyto(dSij, 0, where=Pij == 0)
+            dS[i, j] = mask.add_gradient(dSij, i, j)

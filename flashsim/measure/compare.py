@@ -1,0 +1,277 @@
+"""A data set held against the model: bytes, time, and what explains the difference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .cases import Case, from_dict
+
+RECORDED = Path(__file__).parent / "data" / "h200.json"
+READ_TOLERANCE, WRITE_TOLERANCE, DRAM_TOLERANCE, TIME_TOLERANCE = 0.01, 0.03, 0.10, 0.15
+RANK = 0.9
+BUSY = 60  # percent of its peak from which a unit is taken to bind
+UNITS = {
+    "issue_percent": "issue",
+    "fma_percent": "FMA",
+    "shared_percent": "shared",
+    "l2_percent": "L2",
+    "dram_percent": "DRAM",
+}
+
+
+@dataclass
+class Series:
+    """A kernel over its tiles, smallest block first: the traffic falls."""
+
+    algorithm: str
+    shape: tuple[int, ...]
+    sizes: list[int]  # of the block side that the traffic depends on
+    bytes: list[float]
+    loads_ms: list[float]
+    full_ms: list[float | None]
+
+    @property
+    def side(self) -> str:
+        """The block side that the traffic depends on."""
+        return "Bc" if self.algorithm == "flash1" else "Br"
+
+    @property
+    def rank_correlation(self) -> float:
+        """Of the time of the loads alone with the bytes of the model."""
+        return rank_correlation(self.bytes, self.loads_ms)
+
+    @property
+    def arithmetic_from(self) -> int | None:
+        """The smallest block from which on the arithmetic takes longer than the loads."""
+        found = None
+        for size, loads, full in zip(
+            reversed(self.sizes), reversed(self.loads_ms), reversed(self.full_ms), strict=True
+        ):
+            if full is None or full <= 2 * loads:
+                break
+            found = size
+        return found
+
+
+@dataclass
+class Comparison:
+    """What `compare` returns.
+
+    Attributes
+    ----------
+    data : dict
+        The data set.
+    records : list of dict
+        A launch each, its row of the data set with what the model says (`model_...`) beside it.
+    series : list of Series
+    peers : list of dict
+        The rows of other libraries' kernels.
+    failures : list of str
+        Where measured and model are further apart than they may be.
+    """
+
+    data: dict[str, Any]
+    records: list[dict[str, Any]]
+    series: list[Series]
+    peers: list[dict[str, Any]]
+    failures: list[str] = field(default_factory=list)
+
+
+def recorded(file: Path | str | None = None) -> dict[str, Any]:
+    """The data set in a file that `flashsim bench --json` wrote; default: the one of an H200.
+
+    Raises
+    ------
+    ValueError
+        If the file holds no such data set.
+    """
+    path = RECORDED if file is None else Path(file)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        whole = all(name in data for name in ("header", "ceilings", "rows"))
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError):
+        whole = False
+    if not whole or not isinstance(data, dict):
+        raise ValueError(f"{path}: expected a data set that `flashsim bench --json` wrote")
+    return data
+
+
+def compare(data: dict[str, Any] | None = None) -> Comparison:
+    """Hold a data set (default: the recorded one) against the model.
+
+    Raises
+    ------
+    ValueError
+        If a row of the data set lacks what it must have.
+    """
+    data = recorded() if data is None else data
+    peers = [row for row in data["rows"] if row.get("step") == "peer"]
+    try:
+        records = [
+            _record(row, from_dict(row), data) for row in data["rows"] if row.get("step") != "peer"
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the data set: a row lacks or has an unusable {error}") from None
+    found = Comparison(data, records, _series(records), peers)
+    for r in records:
+        found.failures += _failures(r)
+    for s in found.series:
+        if s.rank_correlation < RANK:
+            found.failures.append(
+                f"{s.algorithm} {_shape(s.shape)}: rank correlation {s.rank_correlation:.2f} of "
+                f"time and bytes, expected {RANK}"
+            )
+    return found
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Spearman's: the correlation of the ranks, equal values sharing theirs; NaN for under two.
+
+    Examples
+    --------
+    >>> rank_correlation([1, 2, 3, 4], [10, 20, 40, 30])
+    0.8
+    """
+    if len(x) < 2:
+        return float("nan")
+    a, b = (_ranks(np.asarray(values, float)) for values in (x, y))
+    a, b = a - a.mean(), b - b.mean()
+    spread = float(np.sqrt((a @ a) * (b @ b)))
+    return float(a @ b) / spread if spread else float("nan")
+
+
+def _ranks(values: Any) -> Any:
+    below = (values[:, None] > values).sum(axis=1)
+    equal = (values[:, None] == values).sum(axis=1)
+    return below + (equal - 1) / 2
+
+
+def _record(row: dict[str, Any], case: Case, data: dict[str, Any]) -> dict[str, Any]:
+    cost = case.cost(row["step"])
+    dram = dram_read_bytes(
+        case, row["step"], row["grid"], row["blocks_per_sm"], data["header"]["multiprocessors"],
+        data["header"]["l2_bytes"],
+    )  # fmt: skip
+    # What is written reaches the DRAM as far as the L2 does not keep it, which we do not model: it
+    # counts where what is read does not fit either.
+    streamed = dram + (cost.written_bytes if dram >= cost.read_bytes else 0)
+    parts = {
+        "L2": cost.total_bytes / row["l2_bytes_per_second"],
+        "DRAM": streamed
+        / min(data["ceilings"]["copy_bytes_per_second"], row["dram_bytes_per_second"]),
+        "FMA": cost.flops / data["ceilings"]["float32_flops_per_second"],
+    }
+    binds = max(parts, key=lambda name: parts[name])
+    record = {
+        **row,
+        "label": case.label if len(case.steps) == 1 else f"{case.algorithm}, {row['step']}",
+        "model_sm_read_bytes": cost.read_bytes,
+        "model_sm_written_bytes": cost.written_bytes,
+        "model_dram_read_bytes": dram,
+        "model_ms": 1e3 * parts[binds],
+        "model_binds": binds,
+        "ms_ratio": row["ms"] / (1e3 * parts[binds]),
+    }
+    for name in ("sm_read", "sm_written", "dram_read"):
+        if f"{name}_bytes" in row:
+            model = record[f"model_{name}_bytes"]
+            record[f"{name}_ratio"] = row[f"{name}_bytes"] / model
+    record["busiest"], record["because"] = _explained(record)
+    return record
+
+
+def dram_read_bytes(
+    case: Case, step: str, grid: int, blocks_per_sm: int, multiprocessors: int, l2_bytes: int
+) -> int:
+    """What a launch reads from the DRAM, behind an L2 that keeps all of what fits or nothing.
+
+    The blocks that are on the GPU together walk their loops in step. If all that they come back to
+    fits in the L2, each array is read once. Otherwise flash2's blocks read K and V once for each
+    wave of blocks, and flash1's heads read everything each time. S and P are read where they are.
+    """
+    cost = case.cost(step)
+    batch, heads, N, d = case.shape
+    matrix = N * d * cost.item_bytes["K" if "K" in cost.item_bytes else "V"]
+    resident = min(grid, blocks_per_sm * multiprocessors)
+    once = {name: batch * heads * matrix for name in cost.reads if name in "QKV"}
+    if case.algorithm == "standard":
+        squares = sum(n * cost.item_bytes[name] for name, n in cost.reads.items() if name in "SP")
+        return sum(once.values()) + squares
+    if case.algorithm == "flash1":
+        held = resident * (matrix + N * (d + 2) * cost.item_bytes["O"])
+        return cost.read_bytes if held > l2_bytes else sum(once.values())
+    tiles_of_head = grid // (batch * heads)
+    if -(-resident // tiles_of_head) * 2 * matrix <= l2_bytes:
+        return sum(once.values())
+    waves = max(1.0, tiles_of_head / resident)
+    return once["Q"] + int(waves * (once["K"] + once["V"]))
+
+
+def _explained(record: dict[str, Any]) -> tuple[str, str]:
+    """The busiest unit by the counters, and in words why the time is not the model's."""
+    busy = {UNITS[name]: record[name] for name in UNITS if record.get(name) is not None}
+    if not busy:
+        return "-", "not counted"
+    unit = max(busy, key=lambda name: busy[name])
+    shown = f"{unit} {busy[unit]:.0f} %"
+    if abs(record["ms_ratio"] - 1) <= TIME_TOLERANCE:
+        return shown, "as in the model"
+    if busy[unit] < BUSY:
+        return shown, "waits"
+    words = {
+        "issue": "instructions",
+        "FMA": "multiply-adds",
+        "shared": "shared memory",
+        "L2": "L2",
+        "DRAM": "DRAM",
+    }
+    return shown, words[unit]
+
+
+def _series(records: Iterable[dict[str, Any]]) -> list[Series]:
+    found: dict[tuple[str, tuple[int, ...]], dict[tuple[int, int], dict[bool, Any]]] = {}
+    for r in records:
+        if r["algorithm"] in ("flash1", "flash2"):
+            tiles = found.setdefault((r["algorithm"], tuple(r["shape"])), {})
+            tiles.setdefault(tuple(r["tiles"]), {})[r["loads_only"]] = r
+    series = []
+    for (algorithm, shape), by_tiles in found.items():
+        side = 1 if algorithm == "flash1" else 0
+        rows = [by_tiles[t] for t in sorted(by_tiles, key=lambda t: t[side]) if True in by_tiles[t]]
+        if len(rows) < 2:
+            continue
+        loads = [row[True] for row in rows]
+        series.append(
+            Series(
+                algorithm,
+                shape,
+                [r["tiles"][side] for r in loads],
+                [r["model_sm_read_bytes"] + r["model_sm_written_bytes"] for r in loads],
+                [r["ms"] for r in loads],
+                [row[False]["ms"] if False in row else None for row in rows],
+            )
+        )
+    return series
+
+
+def _failures(r: dict[str, Any]) -> list[str]:
+    what = f"{r['label']} {_shape(r['shape'])}"
+    limits = (
+        ("sm_read", "bytes read", READ_TOLERANCE),
+        ("sm_written", "bytes written", WRITE_TOLERANCE),
+    )
+    return [
+        f"{what}: {words}, measured / model {r[f'{name}_ratio']:.3f}"
+        for name, words, limit in limits
+        if f"{name}_ratio" in r and abs(r[f"{name}_ratio"] - 1) > limit
+    ]
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return ",".join(map(str, shape))

@@ -1,0 +1,547 @@
+"""Deliberate faults, one at a time: the tests must notice every one. `python tests/mutants.py`
+
+Each mutant is a line or two of the package written wrongly. It is put into a temporary copy, the
+tests that are most likely to notice run first, then all others of the core; a failure kills it.
+Exit code 1 if a mutant survives: a test is missing, or the fault is none. Python, and what the
+tests need, is all that this takes; the working tree is not touched.
+
+A part of a name, as an argument, runs the mutants whose name or file contains it.
+"""
+
+# ruff: noqa: E501 (a table: one fault a line)
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("flashsim", "kernels", "tests", "pyproject.toml")
+CORE = (
+    "faults", "online_softmax", "masks", "memory", "dropout", "counts", "exact", "front_door",
+    "relations", "backward", "block_sparse",
+)  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """`old`, which must occur exactly once in `place`, becomes `new`."""
+
+    name: str
+    place: str  # file in flashsim/, or file::function, or file::Class.method
+    old: str
+    new: str
+    tests: tuple[str, ...]  # test files that look first
+
+
+# (place, test files that look first): name, old, new
+FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("algorithms/flash2.py::flash_attention_2", "faults exact"): [
+        ("O is not rescaled", "= alpha[:, None] * Oi +", "= Oi +"),
+        ("l is not rescaled", "= alpha * li +", "= li +"),
+        ("alpha is computed after m", "alpha = exp(mi, m_new)", "mi[:] = m_new; alpha = exp(mi, m_new)"),
+        ("alpha is inverted", "alpha = exp(mi, m_new)", "alpha = exp(m_new, mi)"),
+        ("no maximum is subtracted", "np.maximum(mi, Sij.max(axis=1))", "np.zeros_like(mi)"),
+        ("the maximum is that of the tile alone", "np.maximum(mi, Sij.max(axis=1))", "Sij.max(axis=1)"),
+        ("the running maximum starts at -5e4", "np.full_like(li, -np.inf)", "np.full_like(li, -5e4)"),
+        ("the running maximum starts at 0", "np.full_like(li, -np.inf)", "np.zeros_like(li)"),
+        ("m is not carried on", "mi[:] = m_new", "pass"),
+        ("O is not divided by l", "over(Oi, li)", "Oi"),
+        ("lse has base 2", "= shift(mi) + log(li)", "= (shift(mi) + log(li)) / np.log(2)"),
+        ("lse takes the logarithm twice", "+ log(li)", "+ log(log(li))"),
+        ("lse without m", "shift(mi) + log(li)", "log(li)"),
+        ("lse without l", "shift(mi) + log(li)", "mi"),
+        ("L is not written for the last row", "L[i] = shift(mi) + log(li)", "L[i.start : i.stop - 1] = (shift(mi) + log(li))[:-1]"),
+        ("0 * NaN leaks from behind the mask", "weigh(drop(Pij, i, j), Vj, Mij.keep)", "drop(Pij, i, j) @ Vj"),
+        ("a NaN behind an underflowed weight is lost", "Vj, Mij.keep)", "Vj, lambda: Pij > 0)"),
+        ("scale is ignored", "Qi @ Kj.T * scale", "Qi @ Kj.T"),
+        ("the mask is added before scaling", "Mij(Qi @ Kj.T * scale)", "Mij(Qi @ Kj.T) * scale"),
+        ("P is rounded to float16", "exp(Sij, m_new, out=Sij)", "exp(Sij, m_new, out=Sij).astype(np.float16)"),
+        ("the mask of the first key tile", "mask.tile(i, j)", "mask.tile(i, slice(0, len(Kj)))"),
+        ("a short key tile is padded with zeros", "Mij = mask.tile(i, j)", "Kj, Vj = (np.pad(x, ((0, Bc - len(x)), (0, 0))) for x in (Kj, Vj)); Mij = mask.tile(i, j)"),
+    ],
+    ("algorithms/flash2.py::flash_attention_2", "counts"): [
+        ("V is read twice", "Mij = mask.tile(i, j)", "Vj = V[j]; Mij = mask.tile(i, j)"),
+        ("Q is reloaded for each key tile", "Mij = mask.tile(i, j)", "Qi = Q[i]; Mij = mask.tile(i, j)"),
+        ("K is not loaded for the first row", "Mij = mask.tile(i, j)", "K.machine.traffic.reads['K'] -= Kj.size * (i.start == 0); Mij = mask.tile(i, j)"),
+        ("empty tiles are visited", ", where=mask.row(i)", ""),
+        ("O is written in every turn", "mi[:] = m_new", "mi[:] = m_new; O[i] = over(Oi, li)"),
+        ("O is not registered on chip", 'on_chip("Oi", np.zeros((len(Qi), V.shape[1]), Qi.dtype))', "np.zeros((len(Qi), V.shape[1]), Qi.dtype)"),
+        ("S is not registered on chip", 'on_chip("Sij", Mij(Qi @ Kj.T * scale))', "Mij(Qi @ Kj.T * scale)"),
+        ("P is held beside S", "Pij = exp(Sij, m_new, out=Sij)", 'Pij = on_chip("Pij", exp(Sij, m_new))'),
+    ],
+    ("algorithms/flash2.py::flash_attention_2", "dropout"): [
+        ("l after dropout", "li[:] = alpha * li + Pij.sum(axis=1)\n            Oi[:] = alpha[:, None] * Oi + weigh(drop(Pij, i, j)", "Pij = drop(Pij, i, j)\n            li[:] = alpha * li + Pij.sum(axis=1)\n            Oi[:] = alpha[:, None] * Oi + weigh(Pij"),
+        ("no dropout", "drop(Pij, i, j)", "Pij"),
+        ("dropout bits by position in the tile", "drop(Pij, i, j)", "drop(Pij, slice(0, len(Qi)), slice(0, len(Kj)))"),
+    ],
+    ("algorithms/flash1.py::flash_attention_1", "faults exact"): [
+        ("old and new factors are swapped", "old, new =", "new, old ="),
+        ("l_new without the old l", "l_new = old * li + new * l_ij", "l_new = new * l_ij"),
+        ("l_new without the new factor", "+ new * l_ij", "+ l_ij"),
+        ("the old l is not rescaled", "l_new = old * li +", "l_new = li +"),
+        ("O forgets the l it was divided by", "(old * li)[:, None] * Oi", "old[:, None] * Oi"),
+        ("O is not rescaled", "(old * li)[:, None] * Oi", "li[:, None] * Oi"),
+        ("the new weights are not rescaled", "+ new[:, None] * weigh", "+ weigh"),
+        ("O is divided by the tile's l", "                l_new,\n", "                l_ij,\n"),
+        ("m is not written", "l[i], m[i] = l_new, m_new", "l[i] = l_new"),
+        ("m is that of the tile alone", "l[i], m[i] = l_new, m_new", "l[i], m[i] = l_new, m_ij"),
+        ("l is that of the tile alone", "l[i], m[i] = l_new, m_new", "l[i], m[i] = l_ij, m_new"),
+        ("the initial O is not written", "O.fill(0), ", ""),
+        ("the initial l is not written", "l.fill(0), ", ""),
+        ("the initial m is -5e4", "m.fill(-np.inf)", "m.fill(-5e4)"),
+        ("0 * NaN leaks from behind the mask", "weigh(drop(Pij, i, j), Vj, Mij.keep)", "(drop(Pij, i, j) @ Vj)"),
+        ("scale is ignored", "Qi @ Kj.T * scale", "Qi @ Kj.T"),
+        ("P is rounded to float16", "exp(Sij, m_ij, out=Sij)", "exp(Sij, m_ij, out=Sij).astype(np.float16)"),
+    ],
+    ("algorithms/flash1.py::flash_attention_1", "counts"): [
+        ("O is read twice", "Mij = mask.tile(i, j)", "Oi = O[i]; Mij = mask.tile(i, j)"),
+        ("K is reloaded for each row tile", "Mij = mask.tile(i, j)", "Kj = K[j]; Mij = mask.tile(i, j)"),
+        ("key tiles that no row needs are loaded", ", where=mask.any_row", ""),
+        ("empty tiles are visited", ", where=mask.column(j)", ""),
+        ("l is written twice", "l[i], m[i] = l_new, m_new", "l[i], m[i], l[i] = l_new, m_new, l_new"),
+    ],
+    ("algorithms/flash1.py::flash_attention_1", "dropout"): [
+        ("l after dropout", "l_ij = Pij.sum(axis=1)", "l_ij = drop(Pij.copy(), i, j).sum(axis=1)"),
+        ("dropout bits by position in the tile", "drop(Pij, i, j)", "drop(Pij, slice(0, len(Qi)), slice(0, len(Kj)))"),
+    ],
+    ("algorithms/standard.py::standard_attention", "faults exact"): [
+        ("scale is ignored", "Qi @ Kj.T * scale", "Qi @ Kj.T"),
+        ("only the last key tile reaches O", "Oi += weigh(Pij", "Oi[:] = weigh(Pij"),
+        ("0 * NaN leaks from behind the mask", "weigh(Pij, Vj, partial(np.not_equal, Pij, 0))", "Pij @ Vj"),
+    ],
+    ("algorithms/standard.py::standard_attention", "dropout"): [
+        ("dropout bits by position in the tile", "drop(Pij, i, j)", "drop(Pij, i, slice(0, len(Vj)))"),
+        ("no dropout", "drop(Pij, i, j)", "Pij"),
+    ],
+    ("algorithms/standard.py::softmax", "faults exact"): [
+        ("the sum is over the rows of a chunk", "Si.sum(axis=1)", "np.full(len(Si), Si.sum(), Si.dtype)"),
+        ("the maximum is that of a chunk", "Si.max(axis=1, initial=-np.inf)", "np.full(len(Si), Si.max(initial=-np.inf), Si.dtype)"),
+        ("no maximum is subtracted", "Si.max(axis=1, initial=-np.inf)", "np.zeros(len(Si), Si.dtype)"),
+        ("no keys have no maximum", ", initial=-np.inf", ""),
+        ("P is not normalised", "over(Si, li)", "Si"),
+        ("lse without m", "shift(mi) + log(li)", "log(li)"),
+        ("P is rounded to float16", "exp(Si, mi)", "exp(Si, mi).astype(np.float16).astype(Si.dtype)"),
+    ],
+    ("algorithms/standard.py::softmax_in_two_passes", "online_softmax exact"): [
+        ("l is not rescaled", "exp(mi, m_new) * li +", "li +"),
+        ("l is that of the last chunk", "exp(mi, m_new) * li + ", ""),
+        ("the maximum is that of the chunk alone", "np.maximum(mi, Sij.max(axis=1))", "Sij.max(axis=1)"),
+        ("m is not carried on", "mi[:] = m_new", "pass"),
+        ("the running maximum starts at -5e4", "np.full_like(li, -np.inf)", "np.full_like(li, -5e4)"),
+        ("P is not normalised", "over(exp(Sij, mi), li)", "exp(Sij, mi)"),
+        ("lse without m", "shift(mi) + log(li)", "log(li)"),
+        ("S is read a third time", "mi[:] = m_new", "mi[:] = m_new; S[i, _]"),
+    ],
+    ("online_softmax.py", "online_softmax"): [
+        ("-inf - -inf is NaN", "np.where(m == -np.inf, m.dtype.type(0), m)", "m"),
+        ("log of 0 warns", "where=l != 0", "where=True"),
+        ("a row without keys is divided by 0", "np.where(a == 0, l.dtype.type(1), a)", "a"),
+        ("merge rescales the wrong way", "exp(a.m, m), exp(b.m, m)", "exp(b.m, m), exp(a.m, m)"),
+        ("merge does not rescale O", "ea[:, None] * a.O", "a.O"),
+        ("merge does not rescale l", "ea * a.l", "a.l"),
+        ("finish forgets m", "shift(state.m) + log(state.l)", "log(state.l)"),
+        ("weigh takes all rows as live", "rows = keep[:, k]", "rows = keep[:, k] | True"),
+        ("weigh forgets the values that are not finite", "out[rows] += P[rows, k, None] * V[k]", "pass"),
+        ("weigh looks at the first column of V alone", "np.isfinite(V).all(axis=1)", "np.isfinite(V[:, 0])"),
+    ],
+    ("masks.py::band", "faults masks"): [
+        ("causal sees one key too many", "min(hi, offset)", "min(hi, offset + 1)"),
+        ("causal sees one key too few", "min(hi, offset)", "min(hi, offset - 1)"),
+        ("causal is ignored beside a window", "min(hi, offset) if is_causal", "offset if is_causal and right is None"),
+        ("alignments are swapped", '== "bottom-right"', '!= "bottom-right"'),
+        ("the alignment is Nq - Nk", "Nk - Nq if", "Nq - Nk if"),
+        ("a window sees one key too many on the left", "offset - left", "offset - left - 1"),
+        ("a window sees one key too few on the left", "offset - left", "offset - left + 1"),
+        ("a window sees one key too many on the right", "offset + right", "offset + right + 1"),
+        ("a window sees one key too few on the right", "offset + right", "offset + right - 1"),
+        ("a window is not aligned", "else offset - left", "else -left"),
+    ],
+    ("masks.py", "masks faults"): [
+        ("a tile just past the band is visited", "min(j.stop, i.stop + self.hi)", "min(j.stop, i.stop + self.hi + 1)"),
+        ("a padded tile is visited", " or self._live(first, stop) == 0", ""),
+        ("a tile with one live key is empty", "self._live(first, stop) == 0", "self._live(first, stop) <= 1"),
+        ("a tile cut on the left is full", "j.start >= i.stop - 1 + self.lo", "j.start >= i.start + self.lo"),
+        ("a tile cut on the right is full", "j.stop - 1 <= i.start + self.hi", "j.stop - 1 <= i.stop + self.hi"),
+        ("a padded tile is full", " or self._live(j.start, j.stop) != j.stop - j.start", ""),
+        ("padding is inverted", "keep &= mask.keys[j]", "keep &= ~mask.keys[j]"),
+        ("padding by position in the tile", "mask.keys[j]", "mask.keys[: j.stop - j.start]"),
+        ("the band is one wider on the left", "(ahead >= mask.lo)", "(ahead >= mask.lo - 1)"),
+        ("the band is one narrower on the right", "(ahead <= mask.hi)", "(ahead < mask.hi)"),
+        ("a masked score is -1e10", "np.copyto(S, -np.inf, ", "np.copyto(S, -1e10, "),
+        ("a masked score is the smallest float32", "np.copyto(S, -np.inf, ", "np.copyto(S, np.finfo(np.float32).min, "),
+        ("masking adds -inf", "np.copyto(S, -np.inf, where=~self.keep())", "S[...] = S + np.where(self.keep(), 0, -np.inf)"),
+        ("a bool mask is inverted", "self.loaded if self.loaded.dtype == bool", "~self.loaded if self.loaded.dtype == bool"),
+        ("a float mask is not added", "S += self.loaded", "pass"),
+        ("-inf of a float mask counts as live", "self.loaded != -np.inf", "True"),
+        ("one row of a mask stands for all", "return i if tall else", "return i if not tall else"),
+    ],
+    ("dropout.py", "dropout exact"): [
+        ("what is kept is not scaled", "P.dtype.type(1 / (1 - self.p))", "P.dtype.type(1)"),
+        ("what is kept is scaled by 1 / p", "1 / (1 - self.p)", "1 / self.p"),
+        ("what is kept and dropped is swapped", "mine >= ", "mine < "),
+        ("the batch is ignored", "self.head, self.batch)", "self.head, 0)"),
+        ("the head is ignored", "self.head, self.batch)", "0, self.batch)"),
+        ("the threshold is 2^31 p", "int(self.p * 2**32)", "int(self.p * 2**31)"),
+        ("a word equal to the threshold is dropped", "mine >= ", "mine > "),
+        ("the threshold is rounded up", "int(self.p * 2**32)", "-int(-self.p * 2**32 // 1)"),
+        ("rows by position in the tile", "np.arange(i.start, i.stop, dtype", "np.arange(i.stop - i.start, dtype"),
+        ("columns from the start of their quad", "j.start - 4 * first : j.stop - 4 * first", ": j.stop - j.start"),
+        ("the high half of the seed is ignored", "seed >> 32", "0"),
+        ("nine rounds", "range(10)", "range(9)"),
+    ],
+    ("problem.py", "front_door faults exact relations"): [
+        ("query heads share key heads modulo", "at[-1] // self.group", "at[-1] % self.k.shape[-3]"),
+        ("scale is 1 / d", "d**-0.5 if", "d**-1 if"),
+        ("scale is 1 / sqrt(dv)", "d**-0.5 if", "v.shape[-1] ** -0.5 if"),
+        ("padding is that of the first item", "self.real[at[:-1]]", "self.real[(0,) * len(at[:-1])]"),
+    ],
+    ("problem.py", "relations"): [
+        ("the mask is that of the first head", "None else self.array[at]", "None else self.array[(*at[:-1], 0)]"),
+        ("the mask is that of the first item", "None else self.array[at]", "None else self.array[(*(0,) * len(at[:-1]), at[-1])]"),
+    ],
+    ("problem.py::Problem.dropout", "dropout"): [
+        ("the item is its first index", "int(np.ravel_multi_index(at[:-1], self.q.shape[:-3]))", "at[0]"),
+        ("the head is that of the keys", "at[-1])", "at[-1] // self.group)"),
+    ],
+    ("attention.py", "faults front_door"): [
+        ("lse of the statistics without m", "np.asarray(shift(m) + log(l))", "np.asarray(log(l))"),
+        ("SDPA aligns bottom-right", '"top-left", scale', '"bottom-right", scale'),
+    ],
+    ("memory.py", "memory counts"): [
+        ("a store is not counted", "self._wrote(where, view.size)", "self._wrote(where, 0)"),
+        ("a load is counted twice", "reads.get(self.name, 0) + cost", "reads.get(self.name, 0) + 2 * cost"),
+        ("the first tile is read for nothing", "reads.get(self.name, 0) + cost", "reads.get(self.name, -cost) + cost"),
+        ("an elided read is charged", "cost -= cost // len(view)", "cost -= 0"),
+        ("a stored row stays free", "self.untouched[where] = False", "pass"),
+        ("an elided fill is charged", "self._wrote(slice(0, len(self.data)), 0)", "self._wrote(slice(0, len(self.data)), self.data.size)"),
+        ("a literal fill is free", "self._wrote(slice(0, len(self.data)), self.data.size)", "self._wrote(slice(0, len(self.data)), 0)"),
+        ("a full chip overflows", "elements > self.sram or", "elements >= self.sram or"),
+        ("a chip full to the byte overflows", "size > self.sram_bytes", "size >= self.sram_bytes"),
+        ("the budget may be passed by one", "elements > self.sram or", "elements > self.sram + 1 or"),
+        ("the budget in bytes is not looked at", " or size > self.sram_bytes", ""),
+        ("replacing a tile does not free the old one", "elements - replacing.elements, size - replacing.bytes", "elements, size"),
+        ("an evicted tile still takes room", "self.used_elements -= gone.elements", "pass"),
+        ("an evicted tile still takes bytes", "self.used_bytes -= gone.bytes", "pass"),
+        ("the peak is what is there at the end", "if elements > self.peak_elements:", "if True:"),
+        ("a load is counted at its size on chip", "Resident(self.name, view.size, view.nbytes, tile)", "Resident(self.name, view.size, tile.nbytes, tile)"),
+        ("new memory is not counted", "+ math.prod(shape)", "+ 0"),
+        ("new memory starts as 0", "np.full(shape, np.nan, dtype)", "np.zeros(shape, dtype)"),
+        ("tiles are not widened", "np.array(view, dtype=widened(view.dtype), order", "np.array(view, order"),
+        ("a tile is a view", "np.array(view, dtype=widened(view.dtype), order=\"C\")", "view.astype(widened(view.dtype), copy=False).view()"),
+        ("a tile keeps the order of its array", "order=\"C\")", "order=\"K\")"),
+        ("a tile may be written to", "tile.flags.writeable = False", "pass"),
+        ("the tail of the rows is dropped", "range(0, N, B)", "range(0, N - N % B, B)"),
+        ("the last block overlaps the one before", "(slice(start, min(start + B, N))", "(slice(min(start, max(N - B, 0)), min(start + B, N))"),
+        ("the last block is as long as the others", "min(start + B, N)", "start + B"),
+    ],
+    ("memory.py::tiles", "memory counts"): [
+        ("tiles are not evicted", "machine._evict_to(mark)", "pass"),
+        ("tiles are not evicted by an exception", "try:\n            yield rows, *(A[rows] for A in arrays)\n        finally:\n            machine", "yield rows, *(A[rows] for A in arrays)\n        if True:\n            machine"),
+        ("where is ignored", "if where is not None and not where(rows):", "if False:"),
+    ],
+    ("memory.py::turns", "memory counts"): [
+        ("what a turn made is not evicted", "machine._evict_to(mark)", "pass"),
+    ],
+    ("cost/counts.py::flash2", "counts"): [
+        ("Q is read once for each key tile", '"Q": head.Nq * head.d', '"Q": v.row_visits * head.d'),
+        ("K has the width of V", '"K": int(v.keys.sum()) * head.d,', '"K": int(v.keys.sum()) * head.dv,'),
+        ("V has the width of K", '"V": int(v.keys.sum()) * head.dv', '"V": int(v.keys.sum()) * head.d'),
+        ("one key too few", '"K": int(v.keys.sum())', '"K": int(v.keys.sum() - 1)'),
+        ("L is not written", '"L": head.Nq', '"L": 0'),
+        ("O is read", '"Q": head.Nq * head.d,', '"Q": head.Nq * head.d, "O": head.Nq * head.dv,'),
+        ("no exponentials of alpha", "exps=v.area + v.row_visits", "exps=v.area"),
+        ("flops without P V", "2 * v.area * (head.d + head.dv)", "2 * v.area * head.d"),
+        ("no extra memory", "extra_hbm_elements=head.Nq", "extra_hbm_elements=0"),
+        ("no peak where no tile is visited", "_peak(alone, *", "_peak(*"),
+        ("accumulators without l and m", "r0 * (head.dv + 2)", "r0 * head.dv"),
+        ("accumulators in bytes as stored", "accumulators * head.wide", "accumulators * head.stored"),
+        ("L in bytes as stored", 'head.item_bytes("L")', "head.item_bytes() | {'L': head.stored}"),
+    ],
+    ("cost/counts.py::flash1", "counts"): [
+        ("K is read where no row needs it", '"K": v.keys_of_any', '"K": head.Nk'),
+        ("the first pass is not elided", "(v.rows_of_any if elide else 0)", "0"),
+        ("all rows have a first pass", "(v.rows_of_any if elide else 0)", "(head.Nq if elide else 0)"),
+        ("the initial write is elided always", "+ (0 if elide else head.Nq)", ""),
+        ("O has the width of Q", '"O": again * head.dv', '"O": again * head.d'),
+        ("m is not read", '"m": again', '"m": 0'),
+        ("l is not written", '"l": written', '"l": 0'),
+        ("O in bytes as stored", 'item_bytes("O", "l", "m")', 'item_bytes("l", "m")'),
+        ("one exponential a row and visit", "2 * v.row_visits,", "v.row_visits,"),
+        ("extra memory without m", "extra_hbm_elements=2 * head.Nq", "extra_hbm_elements=head.Nq"),
+    ],
+    ("cost/counts.py::standard", "counts"): [
+        ("V is read once", '"V": Tr * head.Nk * head.dv', '"V": head.Nk * head.dv'),
+        ("rules skip tiles", "Mask(head.Nq, head.Nk, array=head.mask.array)", "head.mask"),
+        ("S is read once though no row fits", "scores if Bs else 2 * scores,\n            \"V\"", "scores,\n            \"V\""),
+        ("P is not read", '"P": scores,\n        }', '"P": 0,\n        }'),
+        ("exponentials of one pass", "scores if Bs else 2 * scores + v.row_visits", "scores"),
+        ("extra memory without P", "extra_hbm_elements=2 * scores", "extra_hbm_elements=scores"),
+        ("no peak of the softmax", "steps.append(_statistics(head, Bs, head.Nk))", "pass"),
+        ("no peak of l and m alone", "(*v.shapes, (r0, 0))", "v.shapes"),
+        ("no peak of a tile alone", "_peak(*alone, *steps)", "_peak(*steps)"),
+    ],
+    ("cost/counts.py", "counts masks"): [
+        ("the peak without l and m", "born = r * head.dv + r * c + 2 * r\n", "born = r * head.dv + r * c\n"),
+        ("the peak without V", "loaded = r * head.d + c * (head.d + head.dv)", "loaded = r * head.d + c * head.d"),
+        ("the peak without the mask", "elements = loaded + born + mask\n", "elements = loaded + born\n"),
+        ("accumulators at their stored size", "loaded * head.stored + born * head.wide + ", "(loaded + born) * head.stored + "),
+        ("the peak is the emptiest moment", "return max(elements), max(size)", "return min(elements), min(size)"),
+        ("a row of S takes its elements alone", "row = head.Nk + 2", "row = head.Nk"),
+        ("statistics hold one vector", "return r * (c + 2), r * (c + 2) * head.wide", "return r * (c + 1), r * (c + 1) * head.wide"),
+        ("a mask has a column for each key", "per_row = v.keys if broad else v.tiles", "per_row = v.keys"),
+        ("a mask has a row for each query", "(v.rows if tall else np.ones_like(v.rows)) @ per_row", "v.rows @ per_row"),
+        ("a mask's tile is never broadcast", "(r if tall else 1) * (c if broad else 1)", "r * c"),
+        ("heads add up their peaks", "max(self.sram_elements, other.sram_elements)", "self.sram_elements + other.sram_elements"),
+        ("extra memory is that of one head", "extra_hbm_elements=n * self.extra_hbm_elements", "extra_hbm_elements=self.extra_hbm_elements"),
+    ],
+    ("cost/counts.py::visits", "masks counts"): [
+        ("a band ends one key early", "rows + mask.hi, 0", "rows + mask.hi - 1, 0"),
+        ("a band begins one key late", "start + mask.lo, 0", "start + mask.lo + 1, 0"),
+        ("a band may begin at its end", "some = first < stop", "some = first <= stop"),
+        ("the last tile is that of stop", "(stop - 1) // Bc", "stop // Bc"),
+        ("the left tile counts without live keys", "at_left = some & (", "at_left = some | ("),
+        ("the left tile counts though padded", "alive[np.minimum(edges[left + 1], stop)] >", "alive[np.minimum(edges[left + 1], stop)] >="),
+        ("the right tile counts though padded", "(alive[stop] > ", "(alive[stop] >= "),
+        ("one tile is left and right", "(left < right)", "(left <= right)"),
+        ("one inner tile too few", "right - left - 1, 0", "right - left - 2, 0"),
+        ("padding does not empty inner tiles", "np.cumsum(weight * whole)", "np.cumsum(weight)"),
+        ("the right tile is as long as the left", "at_right * cols[right]", "at_right * cols[left]"),
+        ("inner tiles are touched though padded", "> 0) & whole", "> 0)"),
+        ("inner tiles are not touched", "(left + 1)[inner > 0], 1)", "(left + 1)[inner > 0], 0)"),
+        ("left tiles are not touched", "touched[left[at_left]] = True", "pass"),
+        ("right tiles are not touched", "touched[right[at_right]] = True", "pass"),
+        ("the last tile is never at the right", " | (at_right & (right == Tc - 1))", ""),
+    ],
+    ("cost/tiles.py", "counts front_door"): [
+        ("the paper's tile is rounded down", "-(-M // (4 * d))", "max(1, M // (4 * d))"),
+        ("the paper's short side is d + 1", "min(long, d, length)", "min(long, d + 1, length)"),
+        ("tiles that fill the chip do not fit", "elements <= sram and", "elements < sram and"),
+        ("tiles that fill the bytes do not fit", "size <= sram_bytes", "size < sram_bytes"),
+        ("tiles one element too large fit", "elements <= sram and", "elements <= sram + 1 and"),
+        ("bytes are not looked at", " and size <= sram_bytes", ""),
+        ("roles are not swapped for flash2", 'if row.outer == "Q"', 'if row.outer == "K"'),
+        ("the strict rule is one short", "low, high = 1, at_most", "low, high = 1, max(1, at_most - 1)"),
+        ("the optimal short side is 1", "_largest(lambda n: fits(longest, n), N))", "1)"),
+        ("the optimal long side is not evened out", "return -(-N // -(-N // n))", "return n"),
+        ("the optimal rule begins with square tiles", "fits(n, 1), N)", "fits(n, n), N)"),
+    ],
+    ("checks.py::clamped", "front_door counts"): [
+        ("tiles are not clamped to Nk", "max(1, min(Bc, Nk))", "Bc"),
+        ("tiles of nothing are 0", "max(1, min(Br, Nq))", "min(Br, Nq)"),
+    ],
+    ("cost/io.py", "counts"): [
+        ("heads are not counted", ".times(heads)\n        if", "\n        if"),
+        ("a length hides the last real key", "np.arange(Nk) < length", "np.arange(Nk) < length - 1"),
+    ],
+    ("reference.py", "exact faults"): [
+        ("the bound is a hundred times too wide", "LAMBDA = 7.0", "LAMBDA = 700.0"),
+        ("the reference does not mask", "np.where(self.live, S, -np.inf)", "S"),
+    ],
+    ("algorithms/flash2.py::flash_attention_2_backward", "faults backward"): [
+        ("no 1/sqrt(d) in dQ", "scale * weigh(dSij, Kj", "weigh(dSij, Kj"),
+        ("no 1/sqrt(d) in dK", "scale * weigh(dSij.T", "weigh(dSij.T"),
+        ("D is left out", "softmax_gradient(Pij, dPij, Di)", "softmax_gradient(Pij, dPij, 0 * Di)"),
+        ("the mask is missing", "Mij(Qi @ Kj.T * scale)", "(Qi @ Kj.T * scale)"),
+        ("the last key tile is not masked", "Mij = mask.tile(i, j)", "Mij = (mask if j.stop < mask.Nk else type(mask)(mask.Nq, mask.Nk)).tile(i, j)"),
+        ("a masked score takes a gradient", "Mij.gradient(softmax_gradient(Pij, dPij, Di))", "mask.add_gradient(softmax_gradient(Pij, dPij, Di), i, j)"),
+        ("dP is not dropped", "drop(dOi @ Vj.T, i, j)", "dOi @ Vj.T"),
+        ("P is not dropped for dV", "drop(Pij, i, j).T", "Pij.T"),
+        ("dropout bits by position in the tile", "drop(dOi @ Vj.T, i, j)", "drop(dOi @ Vj.T, slice(0, len(Qi)), slice(0, len(Kj)))"),
+        ("dQ is not accumulated", "dQ[i] = dQi + ", "dQ[i] = "),
+        ("dQ does not start at zero", "dQ.fill(0)", "pass"),
+        ("dK of the last query tile", "dKj += ", "dKj[:] = "),
+        ("P from the maximum alone", "exp(Sij, Li, out=Sij)", "exp(Sij, Sij.max(axis=1), out=Sij)"),
+        ("0 * NaN leaks into dV", "weigh(drop(Pij, i, j).T, dOi, Mij.keep_transposed)", "drop(Pij, i, j).T @ dOi"),
+    ],
+    ("algorithms/flash2.py::flash_attention_2_backward", "backward"): [
+        ("V is read twice", "Mij = mask.tile(i, j)", "Vj = V[j]; Mij = mask.tile(i, j)"),
+        ("empty tiles are visited", "where=where", "where=None"),
+    ],
+    ("algorithms/flash2.py::flash_attention_2_backward_two_kernels", "backward faults"): [
+        ("the second loop adds to the mask's gradient", "Mij.cleared(", "Mij.gradient("),
+        ("dQ of the last key tile", "dQi += ", "dQi[:] = "),
+        ("no 1/sqrt(d) in dQ", "dQi += scale * ", "dQi += "),
+    ],
+    ("algorithms/flash2.py::row_dots", "backward"): [
+        ("D of the output alone", "(dOi * Oi)", "(Oi * Oi)"),
+    ],
+    ("algorithms/flash1.py::flash_attention_1_backward", "faults backward"): [
+        ("no 1/sqrt(d) in dQ", "scale * weigh(dSij, Kj", "weigh(dSij, Kj"),
+        ("D is left out", "softmax_gradient(Pij, dPij, Di)", "softmax_gradient(Pij, dPij, 0 * Di)"),
+        ("P is not normalised", "over(exp(Sij, mi, out=Sij), li, out=Sij)", "exp(Sij, mi, out=Sij)"),
+        ("the mask is missing", "Mij(Qi @ Kj.T * scale)", "(Qi @ Kj.T * scale)"),
+        ("dropout bits by position in the tile", "drop(dOi @ Vj.T, i, j)", "drop(dOi @ Vj.T, slice(0, len(Qi)), slice(0, len(Kj)))"),
+        ("dV before dS, of dropped weights", "dPij = on_chip(", "drop(Pij, i, j); dPij = on_chip("),
+    ],
+    ("algorithms/flash1.py::flash_attention_1_backward_published", "backward"): [
+        ("D is kept of the wrong visit", "if mask.first(i, j)", "if j.start == 0"),
+        ("D is not kept", "D[i] = Di", "pass"),
+        ("O is read in every pass", "if mask.first(i, j)", "if True"),
+    ],
+    ("algorithms/standard.py::standard_attention_backward", "faults backward"): [
+        ("no 1/sqrt(d) in dQ", "dQi += scale * ", "dQi += "),
+        ("P is not dropped for dV", 'Pij = on_chip("P", drop(Pij, i, j))', 'Pij = on_chip("P", Pij)'),
+        ("dP is not dropped", "drop(dOi @ Vj.T, i, j)", "dOi @ Vj.T"),
+    ],
+    ("algorithms/standard.py::gradient_of_softmax", "backward"): [
+        ("D is left out", "softmax_gradient(Pi, dPi, Di)", "softmax_gradient(Pi, dPi, 0 * Di)"),
+        ("a NaN behind the mask counts", "np.where(Pi != 0, dPi, 0)", "dPi.copy()"),
+    ],
+    ("algorithms/standard.py::gradient_of_softmax_in_two_passes", "backward memory"): [
+        ("D of the last tile", "Di += ", "Di[:] = "),
+    ],
+    ("algorithms/grouped.py", "faults backward"): [
+        ("dK is not summed over the group", "sum_j += part_j", "sum_j[:] = part_j"),
+    ],
+    ("masks.py::Layout.over", "block_sparse"): [
+        ("rows and columns of the layout are swapped", "self.keep[rows, j.start // self.Bc : -(-j.stop // self.Bc)]", "self.keep.T[rows, j.start // self.Bc : -(-j.stop // self.Bc)]"),
+        ("a block too few", "-(-i.stop // self.Br)", "i.stop // self.Br"),
+    ],
+    ("masks.py::Layout.scores", "block_sparse"): [
+        ("rows and columns of the layout are swapped", "self.keep[rows[:, None]", "self.keep.T[rows[:, None]"),
+    ],
+    ("masks.py::Mask.add_gradient", "backward"): [
+        ("a shared mask has the gradient of its last head", " and not self.d_shared", ""),
+        ("a broadcast mask is not summed", "dS.sum(axis=spread, keepdims=True)", "dS[:1, :1]"),
+    ],
+    ("cost/counts.py::flash1_backward", "backward"): [
+        ("O is read once as printed", "(v.rows_of_any if elide else rows) * dv", "v.rows_of_any * dv"),
+        ("dK is not set to zero first", '"dK": (keys + (0 if elide else head.Nk)) * d', '"dK": keys * d'),
+    ],
+    ("cost/counts.py::flash2_backward", "backward"): [
+        ("dO is read in the loop alone", "(head.Nq + rows) * dv", "rows * dv"),
+        ("L is not read", '"L": rows', '"L": 0'),
+    ],
+    ("cost/counts.py::two_kernel_backward", "backward"): [
+        ("V is read by the first loop alone", "(head.Nk + keys) * dv", "head.Nk * dv"),
+        ("five products", "(4 * d + 3 * dv)", "(3 * d + 2 * dv)"),
+    ],
+    ("cost/counts.py::standard_backward", "backward"): [
+        ("dS is read once", '"dS": 2 * scores', '"dS": scores'),
+    ],
+    ("cost/counts.py::_visits_of_layout", "block_sparse"): [
+        ("the layout is transposed", "layout.keep[top", "layout.keep.T[top"),
+        ("padding does not empty a block", "cell = live & ", "cell = "),
+    ],
+}  # fmt: skip
+
+MUTANTS = [
+    Mutant(name, place, old, new, tuple(tests.split()))
+    for (place, tests), faults in FAULTS.items()
+    for name, old, new in faults
+]
+
+# Fixed examples and no shrinking: a verdict does not change from run to run, and comes soon.
+PLUGIN = """
+from pathlib import Path
+
+def pytest_configure(config):
+    import flashsim
+    from hypothesis import Phase, settings
+
+    assert Path(flashsim.__file__).is_relative_to(Path.cwd()), "tests another flashsim"
+    phases = [Phase.explicit, Phase.generate]
+    settings.register_profile("mutants", settings(), database=None, phases=phases)
+    settings.load_profile("mutants")
+"""
+
+
+def source_with(mutant: Mutant, source: str) -> str:
+    """The file's text with the fault in it; the old text must occur once in the mutant's place."""
+    start, stop = 0, len(source)
+    if "::" in mutant.place:
+        node: ast.AST = ast.parse(source)
+        for name in mutant.place.split("::")[1].split("."):
+            node = next(n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == name)
+        lines = source.splitlines(keepends=True)
+        start = len("".join(lines[: node.lineno - 1]))
+        stop = len("".join(lines[: node.end_lineno]))
+    there = source[start:stop]
+    if there.count(mutant.old) != 1:
+        sys.exit(f"{mutant.place}: {there.count(mutant.old)} times, not once: {mutant.old!r}")
+    return source[:start] + there.replace(mutant.old, mutant.new) + source[stop:]
+
+
+def failure(copy: Path, tests: list[str]) -> str:
+    """The first of the tests that fails, or "" if all pass."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-n0", "-q", "--tb=no", "-p", "mutants_plugin",
+         "-p", "no:cacheprovider", "--hypothesis-seed=0", *tests],
+        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return ""
+    found = re.search(r"^FAILED \S*?(\w+\.py::.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if done.returncode != 1 or found is None:
+        sys.exit(f"pytest neither passed nor failed:\n{done.stdout}{done.stderr}")
+    return found[1]
+
+
+def killer(copy: Path, mutant: Mutant) -> str:
+    """The test that notices the mutant, or ""."""
+    file = copy / "flashsim" / mutant.place.split("::")[0]
+    right = file.read_text()
+    first = [f"tests/test_{name}.py" for name in mutant.tests]
+    others = [f"tests/test_{name}.py" for name in CORE if name not in mutant.tests]
+    try:
+        file.write_text(source_with(mutant, right))
+        return failure(copy, first) or failure(copy, others)
+    finally:
+        file.write_text(right)
+
+
+def main(part: str = "") -> int:
+    """Run the mutants whose name or place contains `part`, two at a time; 1 if one survives."""
+    mutants = [m for m in MUTANTS if part in m.name or part in m.place]
+    for mutant in mutants:  # a text that moved is found before anything runs
+        source_with(mutant, (ROOT / "flashsim" / mutant.place.split("::")[0]).read_text())
+    workers = min(2, os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for n in range(workers):
+            copy = Path(folder, str(n))
+            for name in COPIED:
+                ours = ROOT / name
+                if ours.is_dir():
+                    shutil.copytree(ours, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+                elif ours.exists():
+                    shutil.copy(ours, copy / name)
+            (copy / "mutants_plugin.py").write_text(PLUGIN)
+            copies.put(copy)
+
+        def judged(mutant: Mutant) -> tuple[str, float]:
+            copy, start = copies.get(), time.monotonic()
+            try:
+                return killer(copy, mutant), time.monotonic() - start
+            finally:
+                copies.put(copy)
+
+        killers: dict[str, None] = {}
+        survivors = 0
+        for mutant, (test, seconds) in zip(mutants, pool.map(judged, mutants), strict=True):
+            what = f"{mutant.place}: {mutant.name}"
+            print(f"{what:<86} {seconds:5.1f} s  {test or 'SURVIVED'}", flush=True)
+            survivors += not test
+            if test:
+                killers[f"tests/{test}"] = None
+        broken = failure(copies.get(), list(killers)) if killers else ""
+    if broken:
+        sys.exit(f"{broken} fails on the package as it is: the verdicts say nothing")
+    print(f"\n{len(mutants)} mutants, {survivors} survived; the {len(killers)} tests that noticed "
+          "the others pass on the package as it is")  # fmt: skip
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))
