@@ -133,3 +133,18 @@ def test_rows_whose_band_lies_beyond_the_keys_visit_nothing(Bc):
     v = visits(Mask(9, 4, lo=-2, hi=-2), 1, Bc)
     assert by_tile(v, "tiles") == [0, 0, 1, 1, 1, 1, 0, 0, 0]
     assert v.keys_of_any == 4
+
+
+def test_the_gradient_of_a_mask_is_written_where_it_is_one_heads_own_and_added_up_elsewhere():
+    dS, i, j = np.array([[1.0, 2.0], [3.0, 4.0]]), slice(0, 2), slice(0, 2)
+    own = np.full((2, 2), np.nan)
+    assert Mask(2, 2, array=np.zeros((2, 2)), d_array=own).add_gradient(dS, i, j) is dS
+    assert own.tolist() == dS.tolist()
+    for shared, shape, total in (
+        (True, (2, 2), [[11, 12], [13, 14]]), (False, (1, 2), [[14, 16]]),
+        (False, (2, 1), [[13], [17]]), (False, (1, 1), [[20]]),
+    ):  # fmt: skip
+        added = np.full(shape, 10.0)
+        mask = Mask(2, 2, array=np.zeros(shape), d_array=added, d_shared=shared)
+        mask.add_gradient(dS, i, j)
+        assert added.tolist() == total

@@ -11,7 +11,18 @@ from hypothesis.extra import numpy as npst
 import flashsim as fs
 from flashsim.algorithms.standard import softmax, softmax_in_two_passes
 from flashsim.memory import Machine, tiles
-from flashsim.online_softmax import State, exp, finish, identity, log, merge, of_tile, over, weigh
+from flashsim.online_softmax import (
+    State,
+    exp,
+    finish,
+    identity,
+    log,
+    merge,
+    of_tile,
+    over,
+    shift,
+    weigh,
+)
 from strategies import VARIANTS, same_bits
 
 scores = st.floats(-30, 30, width=32).map(lambda x: x + 0.0) | st.just(-np.inf)  # no -0.0
@@ -187,3 +198,9 @@ def test_weigh_looks_at_every_column_of_the_values():
     V = np.array([[1.0, 2.0, np.nan], [3.0, 4.0, 5.0]])
     out = weigh(np.array([[0.0, 1.0]]), V, lambda: np.array([[False, True]]))
     assert out.tolist() == [[3, 4, 5]]
+
+
+def test_the_shift_is_the_maximum_or_0_for_a_row_that_has_seen_nothing():
+    shifted = shift(np.array([-np.inf, -2.0, 3.0], np.float32))
+    assert shifted.tolist() == [0, -2, 3]
+    assert shifted.dtype == np.float32

@@ -73,7 +73,7 @@ class Algorithm:
     needs_layout: bool = False  # runs only with a block layout
     wide_output: bool = False  # O is an accumulator in HBM: float32 there also for float16
     uncharged: tuple[str, ...] = ()
-    fast_tiles: tuple[int | None, int | None] = (256, 512)  # on an unbounded chip; None: all
+    fast_tiles: tuple[int | None, int | None] = (512, 1024)  # on an unbounded chip; None: all
 
 
 SHAPES = {
