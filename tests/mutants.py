@@ -477,7 +477,7 @@ def failure(copy: Path, tests: list[str]) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-n0", "-q", "--tb=no", "-p", "mutants_plugin",
          "-p", "no:cacheprovider", "--hypothesis-seed=0", *tests],
-        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     if done.returncode == 0:
@@ -488,6 +488,12 @@ def failure(copy: Path, tests: list[str]) -> str:
     return found[1]
 
 
+def rewrite(file: Path, text: str) -> None:
+    """Write the file and forget its bytecode, which might look as new as the text."""
+    file.write_text(text)
+    shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+
+
 def killer(copy: Path, mutant: Mutant) -> str:
     """The test that notices the mutant, or ""."""
     file = copy / "flashsim" / mutant.place.split("::")[0]
@@ -495,10 +501,10 @@ def killer(copy: Path, mutant: Mutant) -> str:
     first = [f"tests/test_{name}.py" for name in mutant.tests]
     others = [f"tests/test_{name}.py" for name in CORE if name not in mutant.tests]
     try:
-        file.write_text(source_with(mutant, right))
+        rewrite(file, source_with(mutant, right))
         return failure(copy, first) or failure(copy, others)
     finally:
-        file.write_text(right)
+        rewrite(file, right)
 
 
 def main(part: str = "") -> int:
