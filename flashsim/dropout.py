@@ -15,7 +15,7 @@ Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,15 +45,26 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Array, Ar
 
 @dataclass(frozen=True)
 class Dropout:
-    """Drops weights of one head with probability p in [0, 1); `seed` is below 2^64."""
+    """Drops weights of one head with probability p in [0, 1); `seed` is below 2^64.
+
+    row, column: where row 0 and column 0 are in the head, if this is a part of it.
+    """
 
     p: float
     seed: int
     batch: int
     head: int
+    row: int = 0
+    column: int = 0
+
+    def part(self, i: slice, j: slice) -> Dropout:
+        """The dropout of rows i and columns j, which it counts from 0."""
+        return replace(self, row=self.row + i.start, column=self.column + j.start)
 
     def keep(self, i: slice, j: slice) -> Array:
         """Bool (rows of i, columns of j): False where the weight is dropped."""
+        i = slice(i.start + self.row, i.stop + self.row)
+        j = slice(j.start + self.column, j.stop + self.column)
         first, last = j.start // 4, -(-j.stop // 4)
         rows = np.arange(i.start, i.stop, dtype=np.uint64)[:, None]
         quads = np.arange(first, last, dtype=np.uint64)
@@ -64,7 +75,9 @@ class Dropout:
 
     def __call__(self, P: Array, i: slice, j: slice) -> Array:
         """Weights P of rows i and columns j, after dropout; in place unless P is read-only."""
-        if self.p == 0:
-            return P
-        factor = self.keep(i, j) * P.dtype.type(1 / (1 - self.p))
+        return P if self.p == 0 else self.kept(P, self.keep(i, j))
+
+    def kept(self, P: Array, keep: Array) -> Array:
+        """Weights P with 0 where not `keep`, the others over 1 - p; in place unless read-only."""
+        factor = keep * P.dtype.type(1 / (1 - self.p))
         return np.asarray(np.multiply(P, factor, out=P if P.flags.writeable else None))

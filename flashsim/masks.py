@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .memory import Hbm, load
+from .memory import Hbm, load, part
 
 Array = np.ndarray[Any, Any]
 
@@ -165,6 +165,21 @@ class Mask:
         """Where the array has rows i and columns j: a broadcast side is its only row or column."""
         tall, broad = self.own_sides
         return i if tall else slice(0, 1), j if broad else slice(0, 1)
+
+    def part(self, i: slice, j: slice) -> Mask:
+        """The mask of rows i and columns j, which it counts from 0; the layout must keep them all.
+
+        It knows of no gradient of the array.
+        """
+        array = None if self.array is None else part(self.array, *self.place(i, j))
+        return Mask(
+            i.stop - i.start,
+            j.stop - j.start,
+            lo=self.lo + i.start - j.start,
+            hi=self.hi + i.start - j.start,
+            keys=None if self.keys is None else self.keys[j],
+            array=array,
+        )
 
     def add_gradient(self, dS: Array, i: slice, j: slice) -> Array:
         """Add dS (rows i, columns j) to the array's gradient, if asked for; returns dS.

@@ -199,11 +199,14 @@ class Machine:
 class Hbm(NDArrayOperatorsMixin):
     """An array in HBM. `A[rows]` loads a tile on chip, `A[rows] = x` stores one; no arithmetic."""
 
-    __slots__ = ("data", "machine", "name", "untouched")
+    __slots__ = ("data", "machine", "name", "untouched", "within")
 
-    def __init__(self, machine: Machine, name: str, data: Array) -> None:
+    def __init__(
+        self, machine: Machine, name: str, data: Array, within: tuple[slice, ...] = ()
+    ) -> None:
         self.machine, self.name, self.data = machine, name, data
-        self.untouched: Array | None = None  # rows that an elided fill left to be free
+        self.within = within  # the rows (and columns) that it is of a larger array
+        self.untouched: Array | None = None  # where an elided fill left elements to be free
         machine.traffic.item_bytes[name] = data.dtype.itemsize
 
     @property
@@ -236,12 +239,12 @@ class Hbm(NDArrayOperatorsMixin):
         tile = on_chip_copy(view)
         machine, cost = self.machine, view.size
         machine._admit(Resident(self.name, view.size, view.nbytes, tile))
-        if self.untouched is not None and len(view):
-            cost -= cost // len(view) * int(self.untouched[where].sum())
+        if self.untouched is not None:
+            cost -= int(np.count_nonzero(self.untouched[where]))
         reads = machine.traffic.reads
         reads[self.name] = reads.get(self.name, 0) + cost
         if machine.log is not None:
-            machine._note("read", self.name, _text(where), cost)
+            machine._note("read", self.name, _text(where, self.within), cost)
         return tile
 
     def __setitem__(self, where: Any, value: Array) -> None:
@@ -260,7 +263,7 @@ class Hbm(NDArrayOperatorsMixin):
         """Set every element; a write of the whole array, or nothing on an eliding machine."""
         self.data.fill(value)
         if self.machine.elide:
-            self.untouched = np.ones(len(self.data), bool)
+            self.untouched = np.ones(self.data.shape, bool)
             self._wrote(slice(0, len(self.data)), 0)
         else:
             self._wrote(slice(0, len(self.data)), self.data.size)
@@ -269,11 +272,18 @@ class Hbm(NDArrayOperatorsMixin):
         writes = self.machine.traffic.writes
         writes[self.name] = writes.get(self.name, 0) + elements
         if self.machine.log is not None:
-            self.machine._note("write", self.name, _text(where), elements)
+            self.machine._note("write", self.name, _text(where, self.within), elements)
 
 
-def _text(where: Any) -> str:
+def _text(where: Any, within: tuple[slice, ...] = ()) -> str:
     parts = where if isinstance(where, tuple) else (where,)
+    if within:  # as the larger array counts them
+        parts += tuple(slice(0, side.stop - side.start) for side in within[len(parts) :])
+        moved = (
+            slice(side.start + p.start, side.start + p.stop)
+            for side, p in zip(within, parts, strict=False)
+        )
+        parts = (*moved, *parts[len(within) :])
     return ", ".join(f"{p.start}:{p.stop}" if isinstance(p, slice) else str(p) for p in parts)
 
 
@@ -299,6 +309,12 @@ def row(A: Array | Hbm, i: slice) -> Panel:
 def column(A: Array | Hbm, j: slice) -> Panel:
     """Columns j of A; its tiles are blocks of rows: `tiles(Br, dO, column(P, j))`."""
     return Panel(A, None, j)
+
+
+def part(A: Array | Hbm, rows: slice, columns: slice | None = None) -> Array | Hbm:
+    """Some rows (and columns) of A as an array of its own: the same memory, nothing is moved."""
+    where = (rows,) if columns is None else (rows, columns)
+    return Hbm(A.machine, A.name, A.data[where], where) if isinstance(A, Hbm) else A[where]
 
 
 def widened(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -373,10 +389,14 @@ def tiles(
             machine._evict_to(mark)
 
 
-def turns(B: int, A: Array | Hbm) -> Iterator[slice]:
+def turns(
+    B: int, A: Array | Hbm | Panel, where: Callable[[slice], bool] | None = None
+) -> Iterator[slice]:
     """The blocks of A without loading it: the loop of an accumulator that is only written."""
     machine = machine_of(A)
     for rows in blocks(len(A), B):
+        if where is not None and not where(rows):
+            continue
         if machine is None:
             yield rows
             continue

@@ -17,6 +17,8 @@ from .memory import Machine, widened
 
 Array = np.ndarray[Any, Any]
 
+LARGEST_WINDOWS = 2**12  # of local attention: a layout of 2^24 blocks
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -36,6 +38,7 @@ class Problem:
     p: float
     seed: int
     alone: bool  # q came without a heads axis
+    projection: tuple[Array, Array] | None = None  # Linformer's E and F, (*batch, k, Nk)
 
     def as_given(self, x: Array) -> Array:
         """x (*batch, heads, ...) with the leading dimensions that q came with."""
@@ -43,22 +46,26 @@ class Problem:
 
     @property
     def head(self) -> Head:
-        """The sizes that all heads share; its mask has the array's shape and no rules."""
+        """The sizes that all heads share; its mask has the array's shape and the layout alone."""
         first = None if self.array is None else np.empty(self.array.shape[-2:], self.array.dtype)
         wide = widened(self.q.dtype)
         return Head(
-            Mask(*self.lengths, array=first),
+            Mask(*self.lengths, layout=self.layout, array=first),
             self.q.shape[-1],
             self.v.shape[-1],
             self.q.itemsize,
             wide.itemsize,
             self.group,
+            unmixed=0 if self.projection is None else self.k.shape[-2],
         )
 
     def inputs(self, at: tuple[int, ...]) -> dict[str, Array]:
-        """Q, K and V of one query head."""
+        """Q, K and V of one query head; and E and F, where Linformer mixes keys."""
         shared = (*at[:-1], at[-1] // self.group)
-        return {"Q": self.q[at], "K": self.k[shared], "V": self.v[shared]}
+        found = {"Q": self.q[at], "K": self.k[shared], "V": self.v[shared]}
+        if self.projection is not None:
+            found |= {"E": self.projection[0][at[:-1]], "F": self.projection[1][at[:-1]]}
+        return found
 
     def mask(
         self,
@@ -89,8 +96,9 @@ class Problem:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Nq and Nk."""
-        return self.q.shape[-2], self.k.shape[-2]
+        """Queries, and the keys that they meet: Nq and Nk, or Linformer's k."""
+        keys = self.k if self.projection is None else self.projection[0]
+        return self.q.shape[-2], keys.shape[-2]
 
     @property
     def d_mask(self) -> str:
@@ -143,7 +151,7 @@ def checked(
     q: Any, k: Any, v: Any, *, is_causal: Any = False, causal_align: Any = "bottom-right",
     window: Any = None, attn_mask: Any = None, key_padding_mask: Any = None, scale: Any = None,
     dropout_p: Any = 0.0, seed: Any = 0, enable_gqa: Any = False, block_mask: Any = None,
-    tiles: Any = None,
+    tiles: Any = None, local_window: Any = None, projection: Any = None,
 ) -> Problem:  # fmt: skip
     """Check everything that says what is to be computed, and bring it into one form."""
     q, k, v = _floats("q", q), _floats("k", k), _floats("v", v)
@@ -175,19 +183,35 @@ def checked(
     p = checks.number("dropout_p", dropout_p, "a probability in [0, 1)")
     if not 0 <= p < 1:
         raise bad("dropout_p", dropout_p, "a probability in [0, 1)")
+    real = _padding(key_padding_mask, tuple(batch), Nk)
+    layout = block_layout(block_mask, tiles, Nq, Nk)
+    if local_window is not None:
+        layout = local_layout(local_window, Nq, Nk, block_mask)
+    mixing = None
+    if projection is not None:
+        others = {
+            "is_causal": is_causal or None, "window": window, "attn_mask": attn_mask,
+            "block_mask": block_mask, "local_window": local_window,
+        }  # fmt: skip
+        for name, value in others.items():
+            if value is not None:
+                raise bad(name, "given", "none beside projection, which mixes keys of all places")
+        mixing = _projection(projection, tuple(batch), Nk, real, q.dtype)
+        real = (mixing[0] != 0).any(axis=-1)
     return Problem(
         q, k, v,
         group=H // shared if shared else 1,
         array=_mask_array(attn_mask, (*batch, H, Nq, Nk), widened(q.dtype)),
         array_shape=() if attn_mask is None else np.shape(attn_mask),
-        real=_padding(key_padding_mask, tuple(batch), Nk),
-        layout=block_layout(block_mask, tiles, Nq, Nk),
+        real=real,
+        layout=layout,
         lo=lo,
         hi=hi,
         scale=_scale(d**-0.5 if scale is None else scale, widened(q.dtype)),
         p=p,
         seed=checks.integer("seed", seed, 0, 2**64),
         alone=alone,
+        projection=mixing,
     )  # fmt: skip
 
 
@@ -268,3 +292,61 @@ def block_layout(block_mask: Any, tiles: Any, Nq: int, Nk: int) -> Layout | None
     if keep.shape != shape:
         raise bad("block_mask.shape", keep.shape, f"{shape}, the blocks of {Br} x {Bc} scores")
     return Layout(keep, Br, Bc)
+
+
+def local_layout(local_window: Any, Nq: int, Nk: int, block_mask: Any = None) -> Layout:
+    """Local attention's rule as a layout: of blocks of local_window scores, those at the diagonal.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the lengths differ, there is a block mask too, or the window is no integer that cuts the
+        queries into at most 4096.
+    """
+    w = checks.integer("local_window", local_window, 1)
+    if block_mask is not None:
+        raise bad("local_window", w, "None, as block_mask is given")
+    if Nq != Nk:
+        raise bad("local_window", w, f"None, as there are {Nq} queries and {Nk} keys")
+    n = -(-Nq // w)
+    if n > LARGEST_WINDOWS:
+        raise bad("local_window", w, f"at least {-(-Nq // LARGEST_WINDOWS)} at {Nq} queries")
+    place = np.arange(n)
+    return Layout(abs(place[:, None] - place) <= 1, w, w)
+
+
+def _projection(
+    given: Any, batch: tuple[int, ...], Nk: int, real: Array | None, dtype: np.dtype[Any]
+) -> tuple[Array, Array]:
+    """Linformer's E and F for each item, (*batch, k, Nk), 0 at padded keys."""
+    real = np.ones((*batch, Nk), bool) if real is None else real
+    if not isinstance(given, (tuple, list)):
+        k = checks.integer("projection", given, 1)
+        E = np.empty((*batch, k, Nk), dtype)
+        for item in np.ndindex(*batch):
+            E[item] = means(k, real[item])
+        return E, E
+    if len(given) != 2:
+        raise bad("projection", f"{len(given)} arrays", "k or (E, F)")
+    matrices = [as_array(f"projection[{n}]", x) for n, x in enumerate(given)]
+    for n, x in enumerate(matrices):
+        if x.dtype != dtype:
+            raise bad_type(f"projection[{n}].dtype", str(x.dtype), f"{dtype}, the dtype of q")
+        if x.ndim != 2 or len(x) == 0 or x.shape != (len(matrices[0]), Nk):
+            accepted = f"(k, {Nk}), the same for E and F, with k of at least 1"
+            raise bad(f"projection[{n}].shape", x.shape, accepted)
+    E, F = (np.where(real[..., None, :], x, dtype.type(0)) for x in matrices)
+    return E, F
+
+
+def means(k: int, real: Array) -> Array:
+    """The (k, Nk) matrix of means over k runs of the real keys, (Nk,) bool, as even as can be.
+
+    With fewer real keys than k each is a run of its own, and the last rows are 0. Mean pooling is
+    one of the projections that Wang et al. 2020 (arXiv:2006.04768, section 4) name.
+    """
+    keys, E = np.flatnonzero(real), np.zeros((k, len(real)))
+    runs = min(k, len(keys))
+    for row, run in zip(E, np.array_split(keys, runs) if runs else (), strict=False):
+        row[run] = 1 / len(run)
+    return E

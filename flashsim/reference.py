@@ -76,7 +76,9 @@ def exact(q: Any, k: Any, v: Any, **what: Any) -> Exact:
     q, k, v : array (..., Nq, d), (..., Nk, d), (..., Nk, dv)
     **what
         is_causal, causal_align, window, attn_mask, key_padding_mask, scale, dropout_p, seed,
-        enable_gqa, block_mask (with `tiles`, the size of its blocks): what is to be computed.
+        enable_gqa, block_mask (with `tiles`, the size of its blocks), local_window, projection:
+        what is to be computed. With the last it is attention over Linformer's mixed keys, which are
+        mixed in float64 here.
 
     Notes
     -----
@@ -101,7 +103,13 @@ class _Rows:
     """Some query rows of one head in float64: weights, output, lse, and how far each may be off."""
 
     def __init__(self, problem: Problem, at: tuple[int, ...], i: slice) -> None:
-        Q, self.K, self.V = (x.astype(np.float64) for x in problem.inputs(at).values())
+        inputs = {name: x.astype(np.float64) for name, x in problem.inputs(at).items()}
+        Q, self.K, self.V = inputs["Q"], inputs["K"], inputs["V"]
+        sizes, mixed = (np.abs(self.K), np.abs(self.V)), 0  # of sums that K and V may be, and terms
+        if problem.projection is not None:
+            E, F, mixed = inputs["E"], inputs["F"], len(self.K) + 1
+            sizes = np.abs(E) @ sizes[0], np.abs(F) @ sizes[1]
+            self.K, self.V = E @ self.K, F @ self.V
         self.problem, self.Q, (Nk, d) = problem, Q[i], self.K.shape
         self.type = widened(problem.q.dtype)
         self.u = float(np.finfo(self.type).eps) / 2
@@ -126,9 +134,10 @@ class _Rows:
             self.O += np.where(self.live[:, k, None], wz * self.V[k], 0)
 
         # Relative error of a weight, in units of u: of its score, and the rest.
-        A = np.where(self.live, np.abs(self.Q) @ np.abs(self.K).T, 0) * abs(problem.scale)
-        self.worst = (d + 1) * A
-        self.dot = LAMBDA * np.sqrt(d + 1) * A
+        A = np.where(self.live, np.abs(self.Q) @ sizes[0].T, 0) * abs(problem.scale)
+        self.worst = (d + 1 + mixed) * A
+        self.dot = LAMBDA * np.sqrt(d + 1 + mixed) * A
+        self.mixing = LAMBDA * np.sqrt(mixed) * sizes[1]  # error of V itself, in units of u
         self.fall = np.where(self.live, self.m - self.S, 0)
         self.common = EXP_ULPS + 2 * np.where(self.live, np.abs(self.S), 0) + self.fall
         records = self.S[:, 1:] > np.maximum.accumulate(self.S, axis=1)[:, :-1]
@@ -166,6 +175,7 @@ class _Rows:
             + self.rescales[:, None] * apart
             + LAMBDA * (3 * _steps(before, inside, size) + 2 * self.sums[:, None] * np.abs(O))
             + 4 * np.abs(O)
+            + (w * z) @ self.mixing
         ) + self.tiny() * (1 + np.abs(V).max(initial=0))
         return O, _stored(self.problem, self.problem.q.dtype, O, bound)
 

@@ -63,8 +63,14 @@ def test_the_sums_over_visited_tiles_are_those_of_the_grid(rule, tiling):
     assert by_tile(v, "tiles") == hit.sum(axis=1).tolist()
     assert by_tile(v, "keys") == (hit @ cols).tolist()
     assert v.keys_of_any == cols @ hit.any(axis=0)
-    shapes = {(by_tile(v, "rows")[a], int(cols[b])) for a, b in zip(*np.nonzero(hit), strict=True)}
-    assert set(v.shapes) == shapes
+    rows = np.array(by_tile(v, "rows"), int)
+    assert (v.turns, v.tallest) == (len(I), max(rows, default=0))
+    assert (v.row_visits, v.key_visits) == (rows @ hit.sum(axis=1), (hit @ cols).sum())
+    assert (v.area, v.rows_of_any) == (rows @ (hit @ cols), rows @ hit.any(axis=1))
+    places = [(rows[a], cols[b], hit[a, :b].any()) for a, b in zip(*np.nonzero(hit), strict=True)]
+    assert v.first == {(r, c) for r, c, again in places if not again}
+    assert v.later == {(r, c) for r, c, again in places if again}
+    assert v.shapes == v.first | v.later
 
 
 def test_a_partial_tile_costs_mask_work_and_a_full_one_none():

@@ -9,22 +9,26 @@ standard, a row of S too long for SRAM    + N^2
 FlashAttention, as printed                3 N d + 2 N + Tc (3 N d + 4 N)
 FlashAttention, published kernel          (3 Tc + 1) N d + (4 Tc - 2) N
 FlashAttention-2                          (2 + 2 Tr) N d + N
+standard, mask and dropout kernels        9 N^2 + (2 Tr + 2) N d
+square tiles, Td = d / Bc                 (2 Tr + Tc + 1) N d + (Td + 1) N^2 + 4 N
+scores resident, as printed               (2 Tr + 3 Tc + 1) N d + N
+Linformer, k mixed keys                   4 N k + 2 N d + 2 Tk N d + 2 N k + (2 Tr + 2) k d
 ========================================  ==============================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..checks import bad
-from ..masks import Layout, Mask
+from ..masks import Mask
 from ..memory import Traffic
-
-Array = np.ndarray[Any, Any]
+from .visits import EveryTile, Visits
+from .visits import visits as visits
 
 
 @dataclass
@@ -79,6 +83,7 @@ class Head:
 
     group: query heads that share a key head. d_mask: what a backward pass does with the gradient of
     an array mask: "" nothing, "written" once a tile, or "accumulated" where several add up.
+    unmixed: keys that Linformer mixes into the Nk that the mask is about.
     """
 
     mask: Mask
@@ -88,6 +93,7 @@ class Head:
     wide: int = 4
     group: int = 1
     d_mask: str = ""
+    unmixed: int = 0
 
     @property
     def Nq(self) -> int:
@@ -98,6 +104,16 @@ class Head:
     def Nk(self) -> int:
         """Keys."""
         return self.mask.Nk
+
+    @property
+    def near(self) -> int:
+        """Keys that a window of local attention sees, at most."""
+        return min(3 * self.mask.layout.Br, self.Nk) if self.mask.layout else self.Nk
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What the symbols in the shapes of arrays stand for."""
+        return {name: getattr(self, name) for name in ("Nq", "Nk", "d", "dv", "near")}
 
     def item_bytes(self, *wide: str) -> dict[str, int]:
         """Item sizes in HBM: Q, K, V, O as stored, the named arrays wide, the mask's own."""
@@ -114,200 +130,7 @@ class Head:
         return (r if tall else 1) * (c if broad else 1)
 
 
-@dataclass(frozen=True)
-class Visits:
-    """Which tiles of the Tr x Tc grid the rules leave, summed as the formulas need it.
-
-    Query tiles that are alike may stand in one entry: `times` says for how many.
-    """
-
-    rows: Array  # rows of a query tile
-    times: Array  # query tiles like it
-    tiles: Array  # key tiles that it visits
-    keys: Array  # keys in those tiles
-    keys_of_any: int  # keys in tiles that at least one query tile visits
-    first: frozenset[tuple[int, int]] = frozenset()  # (rows, keys) of first visits of a query tile
-    later: frozenset[tuple[int, int]] = frozenset()  # and of the others
-
-    @property
-    def shapes(self) -> frozenset[tuple[int, int]]:
-        """The (rows, keys) of visited tiles that occur."""
-        return self.first | self.later
-
-    @property
-    def turns(self) -> int:
-        """Query tiles, Tr."""
-        return int(self.times.sum())
-
-    @property
-    def tallest(self) -> int:
-        """Rows of the largest query tile."""
-        return int(self.rows.max(initial=0))
-
-    @property
-    def row_visits(self) -> int:
-        """Rows loaded by an inner loop over query tiles."""
-        return int((self.times * self.rows) @ self.tiles)
-
-    @property
-    def key_visits(self) -> int:
-        """Keys loaded by an inner loop over key tiles."""
-        return int(self.times @ self.keys)
-
-    @property
-    def area(self) -> int:
-        """Scores computed."""
-        return int((self.times * self.rows) @ self.keys)
-
-    @property
-    def rows_of_any(self) -> int:
-        """Rows in query tiles that visit at least one key tile."""
-        return int((self.times * self.rows) @ (self.tiles > 0))
-
-
-LARGEST_GRID = 2**27  # query or key tiles that a band or padding may cut
-LARGEST_LENGTH = 2**31  # so that the sums of a banded grid stay below 2^63
-
-
-def _sizes(N: int, B: int) -> Array:
-    return np.diff(np.append(np.arange(0, N, B), N)) if N else np.zeros(0, np.int64)
-
-
-def visits(mask: Mask, Br: int, Bc: int) -> Visits:
-    """The visited tiles: in O(1) without rules, in O(Tr + Tc) with a band or padding.
-
-    With a block layout, in the number of its cells.
-
-    Raises
-    ------
-    ValueError
-        If a masked problem has more than 2^27 tiles along a side, or is longer than 2^31.
-    """
-    if mask.layout is not None:
-        return _visits_of_layout(mask, mask.layout, Br, Bc)
-    if not mask.banded and mask.keys is None:
-        return _all_visits(mask.Nq, mask.Nk, Br, Bc)
-    for name, N, B in (("N", mask.Nq, Br), ("Nk", mask.Nk, Bc)):
-        if N > LARGEST_LENGTH or -(-N // B) > LARGEST_GRID:
-            most = min(LARGEST_LENGTH, LARGEST_GRID * B)
-            raise bad(name, N, f"at most {most} with a mask and tiles of {B}")
-    rows, cols = _sizes(mask.Nq, Br), _sizes(mask.Nk, Bc)
-    Tr, Tc = len(rows), len(cols)
-    once = np.ones(Tr, np.int64)
-    if Tr == 0 or Tc == 0:
-        return Visits(rows, once, 0 * once, 0 * once, 0)
-    start = np.arange(Tr) * Br
-    first = np.clip(start + mask.lo, 0, mask.Nk)  # keys [first, stop) meet the band
-    stop = np.clip(start + rows + mask.hi, 0, mask.Nk)
-    some = first < stop
-    left, right = np.where(some, first // Bc, 0), np.where(some, (stop - 1) // Bc, 0)
-
-    # Only the two outermost tiles are cut by the band; of those between, padding alone decides.
-    def alive(k: Array) -> Array:
-        """Real keys before key k."""
-        return k if mask.live_before is None else np.asarray(mask.live_before[k])
-
-    edges = np.append(np.arange(Tc) * Bc, mask.Nk)
-    whole = np.diff(alive(edges)) > 0
-    at_left = some & (alive(np.minimum(edges[left + 1], stop)) > alive(np.minimum(first, stop)))
-    at_right = some & (left < right) & (alive(stop) > alive(np.maximum(edges[right], first)))
-    inner = np.maximum(right - left - 1, 0) * some
-
-    def between(weight: Array) -> Array:
-        before = np.append(0, np.cumsum(weight * whole))
-        return np.asarray(before[left + 1 + inner] - before[left + 1])
-
-    tiles = between(np.ones(Tc, np.int64)) + at_left + at_right
-    keys = between(cols) + at_left * cols[left] + at_right * cols[right]
-
-    covered = np.zeros(Tc + 1, np.int64)
-    np.add.at(covered, (left + 1)[inner > 0], 1)
-    np.add.at(covered, (left + 1 + inner)[inner > 0], -1)
-    touched = (np.cumsum(covered)[:Tc] > 0) & whole
-    touched[left[at_left]] = True
-    touched[right[at_right]] = True
-
-    at_last = (at_left & (left == Tc - 1)) | (at_right & (right == Tc - 1))
-    return Visits(
-        rows,
-        once,
-        tiles,
-        keys,
-        int(cols @ touched),
-        first=_shapes(rows, cols, {0: tiles > at_last, -1: at_last & (tiles == 1)}),
-        later=_shapes(rows, cols, {0: tiles - at_last > 1, -1: at_last & (tiles > 1)}),
-    )
-
-
-def _all_visits(Nq: int, Nk: int, Br: int, Bc: int) -> Visits:
-    """Every tile: along each side at most two kinds, whole and short. Exact at any size."""
-
-    def kinds(N: int, B: int) -> dict[int, int]:
-        return {size: n for size, n in ((B, N // B), (N % B, 1)) if size and n}
-
-    rows, cols = kinds(Nq, Br), kinds(Nk, Bc)
-    sizes = list(cols)
-
-    def column(values: Iterable[int]) -> Array:
-        return np.array(list(values), dtype=object)  # Python's integers know no overflow
-
-    return Visits(
-        column(rows),
-        column(rows.values()),
-        column([sum(cols.values())] * len(rows)),
-        column([Nk] * len(rows)),
-        Nk if rows else 0,
-        first=frozenset((r, sizes[0]) for r in rows if sizes),
-        later=frozenset((r, c) for r in rows for n, c in enumerate(sizes) if n or cols[c] > 1),
-    )
-
-
-def _visits_of_layout(mask: Mask, layout: Layout, Br: int, Bc: int) -> Visits:
-    """The same, from a grid so fine that each cell lies in one tile and in one block."""
-    rows, cols = _sizes(mask.Nq, Br), _sizes(mask.Nk, Bc)
-    if len(rows) == 0 or len(cols) == 0:
-        none = np.zeros(len(rows), np.int64)
-        return Visits(rows, none + 1, none, none, 0)
-    top, left = (
-        np.union1d(np.arange(0, N, B), np.arange(0, N, block))
-        for N, B, block in ((mask.Nq, Br, layout.Br), (mask.Nk, Bc, layout.Bc))
-    )
-    bottom, right = np.append(top[1:], mask.Nq)[:, None], np.append(left[1:], mask.Nk)
-    first = np.maximum(left, top[:, None] + mask.lo)
-    stop = np.maximum(first, np.minimum(right, bottom + mask.hi))
-    alive = mask.live_before if mask.live_before is not None else np.arange(mask.Nk + 1)
-    last = mask.Nk
-    live = alive[np.clip(stop, 0, last)] > alive[np.clip(first, 0, last)]
-    cell = live & layout.keep[top[:, None] // layout.Br, left // layout.Bc]
-    by_row = np.logical_or.reduceat(cell, np.searchsorted(top, np.arange(0, mask.Nq, Br)), axis=0)
-    hit = np.logical_or.reduceat(by_row, np.searchsorted(left, np.arange(0, mask.Nk, Bc)), axis=1)
-    leading = hit & (np.cumsum(hit, axis=1) == 1)
-    return Visits(
-        rows,
-        np.ones(len(rows), np.int64),
-        hit.sum(axis=1),
-        hit @ cols,
-        int(cols @ hit.any(axis=0)),
-        first=_shapes(rows, cols, {0: leading[:, :-1].any(axis=1), -1: leading[:, -1]}),
-        later=_shapes(
-            rows,
-            cols,
-            {0: (hit & ~leading)[:, :-1].any(axis=1), -1: (hit & ~leading)[:, -1]},
-        ),
-    )
-
-
-def _shapes(rows: Array, cols: Array, occurs: dict[int, Array]) -> frozenset[tuple[int, int]]:
-    """(rows, keys) that occur; occurs[0]: rows that visit a full key tile, [-1]: the last one."""
-    return frozenset(
-        (int(rows[here][0]), int(cols[column]))
-        for here in (slice(0, len(rows) - 1), slice(len(rows) - 1, None))
-        for column, visited in occurs.items()
-        if visited[here].any()
-    )
-
-
-def _mask_reads(head: Head, v: Visits) -> dict[str, int]:
+def mask_reads(head: Head, v: Visits | EveryTile) -> dict[str, int]:
     """Elements of an array mask read with each visited tile."""
     if head.mask.array is None:
         return {}
@@ -316,13 +139,13 @@ def _mask_reads(head: Head, v: Visits) -> dict[str, int]:
     return {"mask": int((v.times * v.rows if tall else v.times) @ per_row)}
 
 
-def _peak(*moments: tuple[int, int]) -> dict[str, int]:
+def peak(*moments: tuple[int, int]) -> dict[str, int]:
     """sram_elements and sram_bytes of the fullest of some moments, given as (elements, bytes)."""
-    elements, size = _fullest((0, 0), *moments)
+    elements, size = fullest((0, 0), *moments)
     return {"sram_elements": elements, "sram_bytes": size}
 
 
-def _mask_bytes(head: Head, elements: int) -> int:
+def mask_bytes(head: Head, elements: int) -> int:
     return 0 if head.mask.array is None else elements * head.mask.array.dtype.itemsize
 
 
@@ -335,7 +158,7 @@ def flash2_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
     born = r * head.dv + r * c + 2 * r
     mask = head.mask_tile(r, c)
     elements = loaded + born + mask
-    return elements, loaded * head.stored + born * head.wide + _mask_bytes(head, mask)
+    return elements, loaded * head.stored + born * head.wide + mask_bytes(head, mask)
 
 
 # The same tiles, and the same sizes: FlashAttention loads O, l, m where its successor makes them.
@@ -344,12 +167,12 @@ flash1_tiles = flash2_tiles
 
 def standard_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
     """(elements, bytes) of the fullest of its steps: Q, K, S; S, l, m (online); V, P, O."""
-    return _fullest(_scores(head, r, c), _statistics(head, r, c), _values(head, r, c))
+    return fullest(_scores(head, r, c), _statistics(head, r, c), _values(head, r, c))
 
 
 def _scores(head: Head, r: int, c: int) -> tuple[int, int]:
     loaded, mask = (r + c) * head.d, head.mask_tile(r, c)
-    size = loaded * head.stored + r * c * head.wide + _mask_bytes(head, mask)
+    size = loaded * head.stored + r * c * head.wide + mask_bytes(head, mask)
     return loaded + r * c + mask, size
 
 
@@ -368,7 +191,7 @@ def softmax_rows(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
     return {"Bs": int(min(head.Nq, sram / row, sram_bytes / (row * head.wide)))}
 
 
-def _fullest(*moments: tuple[int, int]) -> tuple[int, int]:
+def fullest(*moments: tuple[int, int]) -> tuple[int, int]:
     elements, size = zip(*moments, strict=True)
     return max(elements), max(size)
 
@@ -386,13 +209,13 @@ def flash1(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
             "O": again * head.dv,
             "l": again,
             "m": again,
-            **_mask_reads(head, v),
+            **mask_reads(head, v),
         },
         writes={"O": written * head.dv, "l": written, "m": written},
         item_bytes=head.item_bytes("O", "l", "m"),
         flops=2 * v.area * (head.d + head.dv),
         exps=v.area + 2 * v.row_visits,
-        **_peak(*(flash1_tiles(head, r, c) for r, c in v.shapes)),
+        **peak(*(flash1_tiles(head, r, c) for r, c in v.shapes)),
         extra_hbm_elements=2 * head.Nq,
     )
 
@@ -408,13 +231,13 @@ def flash2(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
             "Q": head.Nq * head.d,
             "K": v.key_visits * head.d,
             "V": v.key_visits * head.dv,
-            **_mask_reads(head, v),
+            **mask_reads(head, v),
         },
         writes={"O": head.Nq * head.dv, "L": head.Nq},
         item_bytes=head.item_bytes("L"),
         flops=2 * v.area * (head.d + head.dv),
         exps=v.area + v.row_visits,
-        **_peak(alone, *(flash2_tiles(head, r, c) for r, c in v.shapes)),
+        **peak(alone, *(flash2_tiles(head, r, c) for r, c in v.shapes)),
         extra_hbm_elements=head.Nq,
     )
 
@@ -437,7 +260,7 @@ def standard(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> C
         reads={
             "Q": head.Nq * head.d,
             "K": Tr * head.Nk * head.d,
-            **_mask_reads(head, v),
+            **mask_reads(head, v),
             "S": scores if Bs else 2 * scores,
             "V": Tr * head.Nk * head.dv,
             "P": scores,
@@ -446,278 +269,198 @@ def standard(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> C
         item_bytes=head.item_bytes("S", "P"),
         flops=2 * scores * (head.d + head.dv),
         exps=scores if Bs else 2 * scores + v.row_visits,
-        **_peak(*alone, *steps),
+        **peak(*alone, *steps),
         extra_hbm_elements=2 * scores,
     )
 
 
-# Backward passes. A moment is the sum of what is stored narrow, what is wide, and the mask's tile.
+def _held(head: Head, stored: int, wide: int, bits: int = 0) -> tuple[int, int]:
+    """(elements, bytes) of so many elements as stored, wide ones, and bytes that hold a bit."""
+    return stored + wide + bits, stored * head.stored + wide * head.wide + bits
 
 
-def _moment(head: Head, stored: int, wide: int, r: int = 0, c: int = 0) -> tuple[int, int]:
-    """(elements, bytes) of so many stored and wide elements; with r x c scores also the mask's."""
-    mask = head.mask_tile(r, c) if r * c else 0
-    wide += mask if mask and head.d_mask == "accumulated" else 0
-    return stored + wide + mask, stored * head.stored + wide * head.wide + _mask_bytes(head, mask)
+def standard_unfused_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) of the fullest kernel: standard attention's, S and its mask, P and Z."""
+    unmasked = replace(head, mask=Mask(head.Nq, head.Nk))
+    return fullest(standard_tiles(unmasked, r, c), _masking(head, r, c), _dropping(head, r, c))
 
 
-def _backward(head: Head, r: int, c: int, wide: int) -> tuple[int, int]:
-    """Q_i, dO_i, K_j, V_j; S_ij, dP_ij, two statistics of the rows, and `wide` elements besides."""
-    return _moment(head, (r + c) * (head.d + head.dv), 2 * r * c + 2 * r + wide, r, c)
+def _masking(head: Head, r: int, c: int) -> tuple[int, int]:
+    mask = head.mask_tile(r, c)
+    return r * c + mask, r * c * head.wide + mask_bytes(head, mask)
 
 
-def flash1_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
-    """(elements, bytes) in the inner loop: besides Q, dO, K, V, S, dP, l, m also O, dQ, dK, dV."""
-    return _backward(head, r, c, r * (head.dv + head.d) + c * (head.d + head.dv))
+def _dropping(head: Head, r: int, c: int) -> tuple[int, int]:
+    return _held(head, 0, r * c, r * c)
 
 
-def flash2_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
-    """(elements, bytes) of the fullest loop: Q, dO, K, V, S, dP, L, D, dQ, dK, dV; or O, dO."""
-    inner = _backward(head, r, c, r * head.d + c * (head.d + head.dv))
-    return _fullest(inner, _moment(head, 2 * r * head.dv, 0))
-
-
-def two_kernel_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
-    """(elements, bytes) of the fullest loop: dK and dV, or dQ, beside Q, dO, K, V, S, dP, L, D."""
-    narrow = replace(head, d_mask="")  # the second loop leaves the mask's gradient alone
-    return _fullest(
-        _backward(head, r, c, c * (head.d + head.dv)),
-        _backward(narrow, r, c, r * head.d),
-        _moment(head, 2 * r * head.dv, 0),
-    )
-
-
-def standard_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
-    """(elements, bytes) of the fullest of its steps."""
-    return _fullest(*_standard_backward_steps(head, r, c), _softmax_gradient(head, r, c, r))
-
-
-def _standard_backward_steps(head: Head, r: int, c: int) -> list[tuple[int, int]]:
-    d, dv, P = head.d, head.dv, r * c
-    return [
-        _moment(head, r * dv, c * dv + P),  # line 1: dO; dV, P
-        _moment(head, (r + c) * dv, P),  # line 2: dO, V; dP
-        _moment(head, c * d, r * d + P),  # line 4: K; dQ, dS
-        _moment(head, r * d, c * d + P),  # line 5: Q; dK, dS
-    ]
-
-
-def _softmax_gradient(head: Head, r: int, c: int, statistics: int) -> tuple[int, int]:
-    """P and dP, rowsum(P ∘ dP) where it outlives its turn, and the mask's gradient."""
-    d_mask = head.mask_tile(r, c) if c and head.d_mask == "accumulated" else 0
-    return _moment(head, 0, 2 * r * c + statistics + d_mask)
-
-
-def gradient_rows(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
-    """Bs: the rows of P and dP that standard attention's softmax gradient holds on chip."""
-
-    def fits(rows: int) -> bool:
-        elements, size = _softmax_gradient(head, rows, head.Nk, 0)
-        return elements <= sram and size <= sram_bytes
-
-    row = max(1, 2 * head.Nk)
-    rows = int(min(head.Nq, sram / row, sram_bytes / (row * head.wide)))
-    while rows and not fits(rows):
-        rows -= 1
-    return {"Bs": rows}
-
-
-def _d_mask(head: Head, read: int, written: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Reads and writes of the gradient of an array mask; its initial zeros are not among them."""
-    if not head.d_mask:
-        return {}, {}
-    return ({"dmask": read} if head.d_mask == "accumulated" else {}), {"dmask": written}
-
-
-def _gradients(head: Head, *wide: str) -> dict[str, int]:
-    """Item sizes in HBM of a backward pass: gradients as stored, the named ones wide."""
-    stored = dict.fromkeys(("dO", "dQ", "dK", "dV"), head.stored)
-    shared = ("dK", "dV") if head.group > 1 else ()
-    return head.item_bytes(*wide) | stored | dict.fromkeys((*shared, *wide, "dmask"), head.wide)
-
-
-def flash1_backward(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
-    """Algorithm 4 of Dao et al. 2022; `elide`: as the published kernel, D kept, O read once."""
-    v, d, dv = visits(head.mask, Br, Bc), head.d, head.dv
-    rows, keys = v.row_visits, v.keys_of_any
-    again = rows - (v.rows_of_any if elide else 0)
-    mask = _mask_reads(head, v)
-    d_read, d_written = _d_mask(head, mask.get("mask", 0), mask.get("mask", 0))
-    kept = {"D": v.rows_of_any} if elide else {}
-    first, later = (v.first, v.later) if elide else (v.shapes, frozenset())
-    return Cost(
-        reads={
-            "K": keys * d,
-            "V": keys * dv,
-            "Q": rows * d,
-            "O": (v.rows_of_any if elide else rows) * dv,
-            "dO": rows * dv,
-            "dQ": again * d,
-            "l": rows,
-            "m": rows,
-            **({"D": again} if elide else {}),
-            **mask,
-            **d_read,
-        },
-        writes={
-            "dQ": (rows + (0 if elide else head.Nq)) * d,
-            "dK": (keys + (0 if elide else head.Nk)) * d,
-            "dV": (keys + (0 if elide else head.Nk)) * dv,
-            **kept,
-            **d_written,
-        },
-        item_bytes=_gradients(head, "O", "l", "m", "D", "dQ"),
-        flops=2 * v.area * (3 * d + 2 * dv),
-        exps=v.area,
-        **_peak(
-            *(flash1_backward_tiles(head, r, c) for r, c in first),
-            *(_backward(head, r, c, r * (1 + d) + c * (d + dv)) for r, c in later),
-        ),
-        extra_hbm_elements=head.Nq if elide else 0,
-    )
-
-
-def flash2_backward(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
-    """Algorithm 2 of Dao 2023; `elide`: the initial dQ costs nothing."""
-    v, d, dv = visits(head.mask, Br, Bc), head.d, head.dv
-    rows = v.row_visits
-    again = rows - (v.rows_of_any if elide else 0)
-    mask = _mask_reads(head, v)
-    d_read, d_written = _d_mask(head, mask.get("mask", 0), mask.get("mask", 0))
-    r0, c0 = v.tallest, min(Bc, head.Nk)
-    return Cost(
-        reads={
-            "O": head.Nq * dv,
-            "dO": (head.Nq + rows) * dv,
-            "K": head.Nk * d,
-            "V": head.Nk * dv,
-            "Q": rows * d,
-            "dQ": again * d,
-            "L": rows,
-            "D": rows,
-            **mask,
-            **d_read,
-        },
-        writes={
-            "D": head.Nq,
-            "dQ": (rows + (0 if elide else head.Nq)) * d,
-            "dK": head.Nk * d,
-            "dV": head.Nk * dv,
-            **d_written,
-        },
-        item_bytes=_gradients(head, "L", "D", "dQ"),
-        flops=2 * v.area * (3 * d + 2 * dv),
-        exps=v.area,
-        **_peak(
-            _moment(head, 2 * r0 * dv, 0),
-            _moment(head, c0 * (d + dv), c0 * (d + dv)),
-            *(flash2_backward_tiles(head, r, c) for r, c in v.shapes),
-        ),
-        extra_hbm_elements=head.Nq,
-    )
-
-
-def two_kernel_backward(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
-    """One loop for dK and dV, one for dQ; nothing is initialised, so there is nothing to elide."""
-    v, d, dv = visits(head.mask, Br, Bc), head.d, head.dv
-    rows, keys = v.row_visits, v.key_visits
-    mask = _mask_reads(head, v)
-    d_read, d_written = _d_mask(head, mask.get("mask", 0), mask.get("mask", 0))
-    r0, c0 = v.tallest, min(Bc, head.Nk)
-    return Cost(
-        reads={
-            "O": head.Nq * dv,
-            "dO": (2 * head.Nq + rows) * dv,
-            "K": (head.Nk + keys) * d,
-            "V": (head.Nk + keys) * dv,
-            "Q": (head.Nq + rows) * d,
-            "L": head.Nq + rows,
-            "D": head.Nq + rows,
-            **{name: 2 * n for name, n in mask.items()},
-            **d_read,
-        },
-        writes={
-            "D": head.Nq,
-            "dQ": head.Nq * d,
-            "dK": head.Nk * d,
-            "dV": head.Nk * dv,
-            **d_written,
-        },
-        item_bytes=_gradients(head, "L", "D"),
-        flops=2 * v.area * (4 * d + 3 * dv),
-        exps=2 * v.area,
-        **_peak(
-            _moment(head, 2 * r0 * dv, 0),
-            _moment(head, c0 * (d + dv), c0 * (d + dv)),
-            _moment(head, r0 * (d + dv), r0 * (d + 2)),
-            *(two_kernel_backward_tiles(head, r, c) for r, c in v.shapes),
-        ),
-        extra_hbm_elements=head.Nq,
-    )
-
-
-def standard_backward(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> Cost:
-    """Algorithm 3 of Dao et al. 2022; Bs = 0: a row of P and dP does not fit and is read twice."""
+def standard_unfused(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> Cost:
+    """Standard attention; a kernel more reads and writes S, one reads P and writes Z and Pdrop."""
+    unmasked = standard(replace(head, mask=Mask(head.Nq, head.Nk)), Br=Br, Bc=Bc, Bs=Bs)
     v = visits(Mask(head.Nq, head.Nk, array=head.mask.array), Br, Bc)
-    d, dv, scores, Tr = head.d, head.dv, head.Nq * head.Nk, v.turns
-    Tc = -(-head.Nk // Bc)
-    r0, c0 = v.tallest, min(Bc, head.Nk)
-    steps = [step for r, c in v.shapes for step in _standard_backward_steps(head, r, c)]
-    if Bs:
-        tall, broad = head.mask.own_sides
-        turns = -(-head.Nq // Bs)
-        d_mask = (head.Nq if tall else turns) * (head.Nk if broad else 1)
-        steps.append(_softmax_gradient(head, Bs, head.Nk, 0))
-    else:
-        d_mask = _mask_reads(head, v).get("mask", 0)
-        steps += [_softmax_gradient(head, r, c, r) for r, c in (*v.shapes, (r0, 0))]
-    d_read, d_written = _d_mask(head, d_mask, d_mask)
-    twice = 1 if Bs else 2
+    scores = head.Nq * head.Nk
+    kernels = [kernel(head, r, c) for kernel in (_masking, _dropping) for r, c in v.shapes]
+    reads = {"S": unmasked.reads["S"] + scores, "Pdrop": scores, **mask_reads(head, v)}
+    return replace(
+        unmasked,
+        reads=unmasked.reads | reads,
+        writes=unmasked.writes | {"S": 2 * scores, "Pdrop": scores, "Z": scores},
+        item_bytes=head.item_bytes("S", "P", "Pdrop") | {"Z": 1},
+        **peak((unmasked.sram_elements, unmasked.sram_bytes), *kernels),
+        extra_hbm_elements=4 * scores,
+    )
+
+
+def square_tiles(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
+    """Saha & Ye 2024: S and O in tiles of Br x Bc, their factors a column at a time."""
+    v, alone = visits(head.mask, Br, Bc), visits(head.mask, Br, 1)
+    Td, broad = -(-head.dv // Bc), min(Bc, head.dv)
+    r0 = v.tallest
     return Cost(
         reads={
-            "P": (1 + twice) * scores,
-            "dO": (Tc + 1) * head.Nq * dv,
-            "V": Tr * head.Nk * dv,
-            "dP": twice * scores,
-            "K": Tr * head.Nk * d,
-            "Q": Tc * head.Nq * d,
-            "dS": 2 * scores,
-            **d_read,
+            "Q": v.row_visits * head.d,
+            "K": v.key_visits * head.d,
+            "V": alone.key_visits * head.dv,
+            "S": Td * alone.area,
+            "l": head.Nq,
+            "m": head.Nq,
+            **mask_reads(head, v),
         },
-        writes={
-            "dV": head.Nk * dv,
-            "dP": scores,
-            "dS": scores,
-            "dQ": head.Nq * d,
-            "dK": head.Nk * d,
-            **d_written,
-        },
-        item_bytes=_gradients(head, "P", "dP", "dS"),
-        flops=4 * scores * (d + dv),
-        exps=0,
-        **_peak(
-            _moment(head, r0 * dv, 0),
-            _moment(head, 0, r0 * d),
-            _moment(head, 0, c0 * max(d, dv)),
-            *steps,
+        writes={"S": v.area, "O": head.Nq * head.dv, "l": head.Nq, "m": head.Nq},
+        item_bytes=head.item_bytes("S", "l", "m"),
+        flops=2 * v.area * head.d + 2 * alone.area * head.dv,
+        exps=v.area + v.row_visits + Td * alone.area,
+        **peak(
+            _held(head, 0, r0 * (broad + 2)),
+            *(square_tiles_need(head, r, c) for r, c in v.shapes),
+            *(_held(head, broad, r * (broad + 3)) for r, _ in alone.shapes),
         ),
-        extra_hbm_elements=2 * scores,
+        extra_hbm_elements=head.Nq * head.Nk + 2 * head.Nq,
     )
 
 
-def group_sum(head: Head, *, Bc: int) -> Cost:
-    """dK and dV of `head.group` query heads added up into those of the key head they share."""
-    sums = head.Nk * head.d, head.Nk * head.dv
-    rows = min(max(1, Bc // 2), head.Nk)
+def square_tiles_need(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) on chip: a tile of S, l, m, and a column of Q and K or a tile of the mask.
+
+    A tile of O, which is not broader, takes a column of S and a row of V instead.
+    """
+    mask, broad = head.mask_tile(r, c), min(c, head.dv)
+    elements, size = _held(head, 0, r * c + 2 * r)
+    return fullest(
+        _held(head, r + c, r * c + 2 * r),
+        (elements + mask, size + mask_bytes(head, mask)),
+        _held(head, broad, r * (broad + 3)),
+    )
+
+
+def resident_scores(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
+    """A tile of S, and Q, K, V, O a column at a time; `elide`: the initial O costs nothing."""
+    v = visits(head.mask, Br, Bc)
+    again = v.row_visits - (v.rows_of_any if elide else 0)
     return Cost(
-        reads={"dK": head.group * sums[0], "dV": head.group * sums[1]},
-        writes={"dK_group": sums[0], "dV_group": sums[1]},
-        item_bytes={
-            "dK": head.wide,
-            "dV": head.wide,
-            "dK_group": head.stored,
-            "dV_group": head.stored,
+        reads={
+            "Q": v.row_visits * head.d,
+            "K": v.key_visits * head.d,
+            "V": v.key_visits * head.dv,
+            "O": again * head.dv,
+            **mask_reads(head, v),
         },
-        **_peak(_moment(head, 0, 2 * rows * max(head.d, head.dv))),
-        extra_hbm_elements=head.group * sum(sums),
+        writes={"O": (v.row_visits + (0 if elide else head.Nq)) * head.dv, "L": head.Nq},
+        item_bytes=head.item_bytes("O", "L"),
+        flops=2 * v.area * (head.d + head.dv),
+        exps=v.area + v.row_visits,
+        **peak(
+            _held(head, 0, 2 * v.tallest),
+            *(resident_scores_need(head, r, c) for r, c in v.shapes),
+        ),
+        extra_hbm_elements=head.Nq,
     )
+
+
+def resident_scores_need(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) on chip: a tile of S, l, m, and a column of Q and K, or of O and V."""
+    mask = head.mask_tile(r, c)
+    elements, size = _held(head, c, r * c + 3 * r)
+    return fullest(
+        _held(head, r + c, r * c + 2 * r), (elements + mask, size + mask_bytes(head, mask))
+    )
+
+
+def local(head: Head, *, Br: int, Bc: int, Bs: int, w: int, elide: bool = False) -> Cost:
+    """Standard attention of each window of w queries with the keys near it."""
+    total = Cost()
+    for (rows, keys), n in _windows(head, w).items():
+        here = _window(head, rows, keys)
+        total = total.plus(standard(here, Br=Br, Bc=Bc, Bs=min(Bs, rows)).times(n))
+    total.extra_hbm_elements = 2 * head.Nq * min(3 * w, head.Nk)
+    return total
+
+
+def _windows(head: Head, w: int) -> Counter[tuple[int, int]]:
+    """How many windows have how many queries, and keys near them."""
+    starts = range(0, head.Nq, w)
+    return Counter((min(w, head.Nq - a), min(a + 2 * w, head.Nk) - max(0, a - w)) for a in starts)
+
+
+def _window(head: Head, rows: int, keys: int) -> Head:
+    """A window with its own part of an array mask."""
+    array = head.mask.array
+    if array is not None:
+        tall, broad = head.mask.own_sides
+        array = np.broadcast_to(
+            np.empty((), array.dtype), (rows if tall else 1, keys if broad else 1)
+        )
+    return replace(head, mask=Mask(rows, keys, array=array))
+
+
+def local_rows(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
+    """w, the queries of a window, and Bs, the rows of its S that the softmax holds on chip."""
+    assert head.mask.layout is not None
+    w = head.mask.layout.Br
+    return {"w": w, **softmax_rows(replace(head, mask=Mask(w, head.near)), sram, sram_bytes)}
+
+
+def linformer(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> Cost:
+    """Kp = E K and Vp = F V, Br rows at a time; then standard attention over them."""
+    k, N, d, dv = head.Nk, head.unmixed, head.d, head.dv
+    mixed = standard(head, Br=Br, Bc=Bc, Bs=Bs)
+    mixing, v = visits(Mask(k, N), Br, Bc), visits(Mask(head.Nq, k), Br, Bc)
+    r0, i0 = v.tallest, mixing.tallest
+    steps = [
+        *(_mixing(head, r, c) for r, c in (*mixing.shapes, (i0, 0))),
+        *(step(head, r, c) for step in (_mixed_scores, _mixed_values) for r, c in v.shapes),
+        _held(head, r0 * d, 0),
+        _held(head, 0, r0 * dv),
+        *(_statistics(head, r, c) for r, c in ([(Bs, k)] if Bs else [*v.shapes, (r0, 0)])),
+    ]
+    reads, Tk = dict(mixed.reads), mixing.turns
+    reads |= {"Kp": reads["K"], "Vp": reads["V"]}
+    reads |= {"E": k * N, "F": k * N, "K": Tk * N * d, "V": Tk * N * dv}
+    return replace(
+        mixed,
+        reads=reads,
+        writes=mixed.writes | {"Kp": k * d, "Vp": k * dv},
+        item_bytes=head.item_bytes("S", "P", "Kp", "Vp") | {"E": head.stored, "F": head.stored},
+        flops=mixed.flops + 2 * k * N * (d + dv),
+        **peak(*steps),
+        extra_hbm_elements=mixed.extra_hbm_elements + k * (d + dv),
+    )
+
+
+def linformer_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) of the fullest step: E, K, Kp; Q, Kp, S; S, l, m (online); Vp, P, O."""
+    steps = (_mixing, _mixed_scores, _statistics, _mixed_values)
+    return fullest(*(step(head, r, c) for step in steps))
+
+
+def _mixing(head: Head, r: int, c: int) -> tuple[int, int]:
+    width = max(head.d, head.dv)
+    return _held(head, r * c + c * width, r * width)
+
+
+def _mixed_scores(head: Head, r: int, c: int) -> tuple[int, int]:
+    return _held(head, r * head.d, c * head.d + r * c)
+
+
+def _mixed_values(head: Head, r: int, c: int) -> tuple[int, int]:
+    return _held(head, 0, r * head.dv + r * c + c * head.dv)

@@ -12,13 +12,14 @@ import ml_dtypes
 import numpy as np
 
 from .. import checks
-from ..algorithms import ALGORITHMS, Algorithm, Backward
+from ..algorithms import ALGORITHMS, Algorithm, Backward, backward_of, check_required
 from ..attention import Attention
 from ..checks import bad, bad_type, clamped
 from ..masks import Mask, band
 from ..memory import widened
-from ..problem import block_layout, checked
-from .counts import Cost, Head, group_sum
+from ..problem import block_layout, checked, local_layout
+from .counts import Cost, Head
+from .counts_backward import group_sum
 from .tiles import default_tiles
 
 DTYPES = {
@@ -46,6 +47,8 @@ def io_cost(
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Sequence[int] | None = None,
     block_mask: Any = None,
+    local_window: int | None = None,
+    projection: int | None = None,
     backward: bool = False,
     dtype: str = "float32",
     sram: float | None = None,
@@ -73,6 +76,10 @@ def io_cost(
         Real keys of each item, the rest is padding; one per item of the batch.
     block_mask : bool array (ceil(N / Br), ceil(Nk / Bc)), optional
         Blocks of scores that are kept; needs Br and Bc.
+    local_window : int, optional
+        As in `attention`.
+    projection : int, optional
+        The k keys that "linformer" mixes the Nk into.
     backward : bool
         The backward pass instead of the forward one.
     dtype : {"float16", "bfloat16", "float32", "float64"}
@@ -112,14 +119,25 @@ def io_cost(
 
     def head(mask: Mask) -> Head:
         group = heads // shared if shared else 1
-        return Head(mask, d, dv, stored.itemsize, widened(stored).itemsize, group)
+        wide = widened(stored).itemsize
+        return Head(mask, d, dv, stored.itemsize, wide, group, unmixed=unmixed)
 
-    if ALGORITHMS[algorithm].needs_layout and block_mask is None:
-        raise bad("block_mask", None, f"a block layout, for algorithm={algorithm!r}")
+    check_required(
+        algorithm, block_mask=block_mask, local_window=local_window, projection=projection
+    )
     layout = block_layout(block_mask, None if Br is None else (Br, Bc), N, Nk)
+    if local_window is not None:
+        layout = local_layout(local_window, N, Nk, block_mask)
+    lengths = _lengths(key_lengths, batch, Nk)
+    unmixed = 0
+    if projection is not None:
+        if layout is not None or is_causal or window is not None:
+            raise bad("projection", projection, "None with a mask")
+        unmixed, Nk = Nk, checks.integer("projection", projection, 1)
+        lengths = Counter({Nk: batch})  # padded keys are read like others
     Br, Bc = _tiles(Br, Bc, row, head(Mask(N, Nk)), limits)
     total = Cost()
-    for length, items in _lengths(key_lengths, batch, Nk).items():
+    for length, items in lengths.items():
         real = None if length == Nk else np.arange(Nk) < length
         one = head(Mask(N, Nk, lo=lo, hi=hi, keys=real, layout=layout))
         cost = row.count(
@@ -132,10 +150,7 @@ def io_cost(
 
 
 def _pass(algorithm: str, convention: str, backward: bool) -> Algorithm | Backward:
-    row = ALGORITHMS[algorithm]
-    if not backward:
-        return row
-    return row.backward.get(convention, row.backward["literal"])
+    return backward_of(algorithm, convention) if backward else ALGORITHMS[algorithm]
 
 
 def expected_cost(
