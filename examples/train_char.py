@@ -375,6 +375,10 @@ def print_traffic(names: list[str], runs: list[Run]) -> None:
         )
 
 
+# Those that run without a layout or other argument of their own, and have a backward pass.
+TRAINABLE = [name for name, row in fs.ALGORITHMS.items() if row.backward and not row.requires]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """0 if all curves are the same to rounding, 1 if not."""
     default = Config()
@@ -385,9 +389,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--algorithm",
         nargs="+",
         default=["standard", "flash2"],
-        choices=list(fs.ALGORITHMS),
+        choices=TRAINABLE,
         metavar="ALGORITHM",
-        help=f"of {', '.join(fs.ALGORITHMS)}; the others are held against the first",
+        help=f"of {', '.join(TRAINABLE)}; the others are held against the first",
     )
     parser.add_argument("--sram", type=int, default=default.sram, help="elements on the chip")
     parser.add_argument("--dropout", type=float, default=default.dropout)

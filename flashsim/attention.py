@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from . import checks
-from .algorithms import ALGORITHMS, GRADIENTS, SHAPES, Algorithm, Backward
+from .algorithms import (
+    ALGORITHMS,
+    BITS,
+    GRADIENTS,
+    SHAPES,
+    Algorithm,
+    Backward,
+    backward_of,
+    check_required,
+)
 from .algorithms.grouped import sum_over_group
 from .checks import bad, clamped
 from .cost.counts import Head
@@ -111,14 +121,18 @@ class Attention:
         dq, dk, dv[, dmask] : ndarray
             In the shapes of q, k, v (and the mask) and the dtype of q. `traffic_backward` and its
             companions now tell of this pass.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the algorithm has no backward pass, or an argument is unusable.
         """
         call, problem = self.call, self.call.problem
+        row = backward_of(call.algorithm, call.convention)
         dO = problem.output_gradient(do)
         want_mask = checks.flag("wrt_mask", wrt_mask)
         if want_mask and (problem.array is None or problem.array.dtype == bool):
             raise bad("wrt_mask", wrt_mask, "False, as there is no float attn_mask")
-        rows = ALGORITHMS[call.algorithm].backward
-        row = rows.get(call.convention, rows["literal"])
         head = replace(problem.head, d_mask=problem.d_mask if want_mask else "")
         Br, Bc = _tiles(call.given_tiles if tiles is None else tiles, row, head, *call.limits)
         more = row.more(head, *call.limits)
@@ -186,6 +200,8 @@ def attention(
     attn_mask: Any = None,
     key_padding_mask: Any = None,
     block_mask: Any = None,
+    local_window: int | None = None,
+    projection: Any = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -195,7 +211,11 @@ def attention(
     sram_bytes: float | None = None,
     convention: str = "literal",
 ) -> Attention:
-    """Exact attention by a tiled algorithm whose memory traffic is counted.
+    """Attention by a tiled algorithm whose memory traffic is counted.
+
+    It is exact, softmax over every key that the masks leave, but for the algorithms that the
+    registry calls approximations (`flashsim.ALGORITHMS[name].exact` is False): "local" and
+    "linformer", which run only if `local_window` or `projection` says how coarse they are.
 
     Parameters
     ----------
@@ -217,6 +237,13 @@ def attention(
     block_mask : bool array (ceil(Nq / Br), ceil(Nk / Bc)), optional
         True for a block of scores that is kept; needs `tiles`, the size of its blocks. Free, and
         skips tiles. See `flashsim.layouts`.
+    local_window : int, optional
+        Query i sees key j if |i div local_window - j div local_window| <= 1: local attention's
+        rule, for Nq = Nk. Free, and skips tiles.
+    projection : int or (E, F), optional
+        For "linformer", how it mixes the Nk keys and values into k: two arrays (k, Nk) in the dtype
+        of q, or k for the means of k runs of the real keys, as even as can be. Padded keys are not
+        mixed in; no other mask can be given. E and F live in HBM and are counted.
     scale : float, optional
         Default 1 / sqrt(d).
     dropout_p : float
@@ -253,9 +280,11 @@ def attention(
         q, k, v, is_causal=is_causal, causal_align=causal_align, window=window,
         attn_mask=attn_mask, key_padding_mask=key_padding_mask, scale=scale, dropout_p=dropout_p,
         seed=seed, enable_gqa=enable_gqa, block_mask=block_mask, tiles=tiles,
+        local_window=local_window, projection=projection,
     )  # fmt: skip
-    if row.needs_layout and problem.layout is None:
-        raise bad("block_mask", None, f"a block layout, for algorithm={algorithm!r}")
+    check_required(
+        algorithm, block_mask=block_mask, local_window=local_window, projection=projection
+    )
     head, lead = problem.head, problem.q.shape[:-2]
     Br, Bc = _tiles(tiles, row, head, limit, limit_bytes)
     more = row.more(head, limit, limit_bytes)
@@ -278,7 +307,7 @@ def attention(
                 **more,
             )
             lse[at] = _logsumexp(arrays)
-        reads = row.backward["literal"].reads
+        reads = row.backward["literal"].reads if row.backward else ()
         saved[at] = {name: _stored(a) for name, a in arrays.items() if name in reads}
         if "O" in saved[at]:  # the caller may change what is returned
             saved[at]["O"] = saved[at]["O"].copy()
@@ -352,9 +381,10 @@ def _tiles(
     return clamped(checks.pair_of_tiles(tiles), head.Nq, head.Nk)
 
 
-def _shape(head: Head, name: str) -> tuple[int, ...]:
-    sizes = {"Nq": head.Nq, "Nk": head.Nk, "d": head.d, "dv": head.dv}
-    return tuple(sizes[symbol] for symbol in SHAPES[name])
+def _shape(
+    head: Head, name: str, shapes: Mapping[str, tuple[str, ...]] = SHAPES
+) -> tuple[int, ...]:
+    return tuple(head.sizes[symbol] for symbol in shapes.get(name, SHAPES[name]))
 
 
 def _arrays(
@@ -363,14 +393,15 @@ def _arrays(
     """What one head's run writes, in the order of the algorithm's signature; NaN until written."""
     arrays: dict[str, Any] = {}
     for name in row.arrays:
-        shape = _shape(head, name)
+        shape = _shape(head, name, row.shapes)
         if name == "O":
             output.fill(np.nan)
             arrays[name] = machine.hbm(O=output)["O"]
         elif name in row.uncharged:
             arrays[name] = np.full(shape, np.nan, wide)
         else:
-            arrays[name] = machine.allocate(name, shape, wide)
+            dtype = np.dtype(bool) if name in BITS else wide
+            arrays[name] = machine.allocate(name, shape, dtype)
     return arrays
 
 

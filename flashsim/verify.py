@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from . import checks, layouts
-from .algorithms import ALGORITHMS, SHAPES, Algorithm, Backward
+from .algorithms import ALGORITHMS, SHAPES, Algorithm, Backward, backward_of
 from .attention import Attention, attention
 from .checks import clamped
+from .cost.bounds import COMPULSORY, COMPULSORY_BACKWARD, Work, best
 from .cost.counts import Cost, Head
 from .cost.devices import Device
 from .cost.io import DTYPES, expected_cost, io_cost
-from .cost.tiles import RULES, default_tiles, optimal, tile_sizes
+from .cost.tiles import RULES, STEPS, default_tiles, optimal, tile_sizes
 from .inputs import Inputs
-from .masks import Mask
+from .masks import Mask, band
 from .memory import SramOverflow, Traffic, widened
-from .problem import checked
+from .problem import block_layout, checked
 from .reference import Exact, ExactGradients, exact, exact_gradients
 
 Array = np.ndarray[Any, Any]
@@ -29,6 +31,13 @@ Budget = dict[str, Any]  # {"sram": elements} or {"sram_bytes": bytes}, as `atte
 LARGEST_SCORES = 2**28  # standard attention keeps two matrices of so many scores: 2 GiB in float32
 LARGEST_GRADIENTS = 2**24  # the reference's gradients take 20 such matrices in float64: 2.7 GB
 LARGEST_GRID = 2**24  # blocks in a layout
+
+# How the command line is told what an algorithm cannot do without.
+OPTIONS = {
+    "block_mask": "--layout too, which says what to skip",
+    "local_window": "--local-window too, the queries of a window",
+    "projection": "--projection too, the keys that all are mixed into",
+}
 
 AN_ERROR = "a number of at least 0"
 
@@ -43,35 +52,44 @@ def conventions(algorithm: str, backward: bool = False) -> tuple[str, ...]:
 
 
 def variants(
-    names: Iterable[str], backward: bool = False, layout: bool = False
+    names: Iterable[str], backward: bool = False, given: Iterable[str] = ()
 ) -> list[tuple[str, str]]:
     """(algorithm, convention) for names such as "flash2" or "flash1:elided".
 
     A name without a convention stands for all under which the forward pass differs, or with
-    `backward` either pass. No names stand for all algorithms that differ in these passes, of those
-    that run with a block layout, or without.
+    `backward` either pass. No names stand for all the usual algorithms that differ in these passes
+    and run with what is `given`, of "block_mask", "local_window" and "projection".
 
     Raises
     ------
     ValueError
-        If there is no such algorithm or convention, or it needs a layout.
+        If there is no such algorithm or convention, it needs what is not given, with `backward` it
+        has no backward pass, or an approximation's size is given without it.
     """
     found = []
+    given, needed = {"", *given}, set()
     usual = (
         name
         for name, row in ALGORITHMS.items()
-        if (layout or not row.needs_layout) and (backward or not row.forward_of)
+        if row.usual and row.requires in given and (backward or not row.forward_of)
     )
     for name in names or usual:
         algorithm, colon, convention = name.partition(":")
         row = ALGORITHMS[checks.choice("algorithm", algorithm, ALGORITHMS)]
-        if row.needs_layout and not layout:
-            raise ValueError(f"--algorithm {name}: expected --layout too, which says what to skip")
+        if row.requires not in given:
+            raise ValueError(f"--algorithm {name}: expected {OPTIONS[row.requires]}")
+        if backward:
+            backward_of(algorithm)
         known = (*row.conventions, *(conventions(algorithm, True) if backward else ()))
+        needed.add(row.requires)
         found += [
             (algorithm, c)
             for c in ([checks.choice("convention", convention, known)] if colon else known)
         ]
+    for requires in given - needed - {"", "block_mask"}:
+        (name,) = (name for name, row in ALGORITHMS.items() if row.requires == requires)
+        option = "--" + requires.replace("_", "-")
+        raise ValueError(f"{option}: expected only with --algorithm {name}")
     return list(dict.fromkeys(found))
 
 
@@ -157,9 +175,12 @@ def run_records(
     Returns
     -------
     list of Record
-        Forward passes, then backward ones; `failures` lists what does not hold.
+        Forward passes, then backward ones; `failures` lists what does not hold. local_window and
+        projection are for the approximations alone: these are held against their own definition,
+        and how far that is from attention is `approximation_error`.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
+    what, coarse = _split(what)
     what = {
         "attn_mask": inputs.attn_mask, "key_padding_mask": inputs.key_padding_mask,
         "enable_gqa": True, **what,
@@ -169,7 +190,9 @@ def run_records(
     head = checked(q, k, v, **what, tiles=tiles).head
     _check_size(head, chosen, do)
     on_step("float64 reference")
-    reference = exact(q, k, v, **what, tiles=tiles)
+    references = {"": exact(q, k, v, **what, tiles=tiles)}
+    for name, size in coarse.items():
+        references[name] = exact(q, k, v, **what, tiles=tiles, **{name: size})
     gradients = None
     if do is not None:
         on_step("float64 gradients")
@@ -178,7 +201,8 @@ def run_records(
     records = []
     for algorithm, convention, shown in passes(chosen, do is not None):
         on_step(f"{algorithm}, {convention}")
-        how = {"convention": convention, **budget, **what}
+        entry = ALGORITHMS[algorithm]
+        how = {"convention": convention, **budget, **what, **_own(entry, coarse)}
         try:
             out = attention(q, k, v, algorithm=algorithm, tiles=tiles, **how)
         except SramOverflow as error:
@@ -190,8 +214,14 @@ def run_records(
                 own = None if tiles is None else _backward_tiles(row, head, budget, tiles, keep)
                 record = _backward_record(out, here, own, do, gradients, device)
             else:
+                reference = references["" if entry.exact else entry.requires]
                 record = _forward_record(out, here, reference, device)
-                record |= _expectation(out, inputs, tolerance, real)
+                record |= {"approximation_error": None}
+                if entry.exact:
+                    record |= _expectation(out, inputs, tolerance, real)
+                else:
+                    attended = references[""].output
+                    record["approximation_error"] = relative_error(out.output, attended, real)
             cost = expected_cost(out, q, k, v, **how, backward=backward)
             record["differs_from_formula"] = _differences(record, cost)
             record["failures"] = _failures(record)
@@ -200,14 +230,34 @@ def run_records(
     return _with_ratio(records)
 
 
+def _split(what: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is to be computed, and how coarsely by the approximations."""
+    names = {row.requires for row in ALGORITHMS.values() if not row.exact}
+    coarse = {n: x for n, x in what.items() if n in names and x is not None}
+    return {n: x for n, x in what.items() if n not in names}, coarse
+
+
+def _own(row: Algorithm, coarse: dict[str, Any]) -> dict[str, Any]:
+    """Of the sizes of the approximations, that of this one."""
+    return {row.requires: coarse[row.requires]} if row.requires in coarse else {}
+
+
+def relative_error(output: Any, exact: Any, real: Any = True) -> float:
+    """|output - exact| / |exact|, the root of summed squares over the rows that are real."""
+    off = np.where(real, output.astype(np.float64) - exact, 0)
+    size = np.linalg.norm(np.where(real, exact, 0))
+    return float(np.linalg.norm(off) / size) if size else 0.0
+
+
 def _check_size(head: Head, chosen: list[tuple[str, str]], do: Array | None) -> None:
     """Refuse what does not fit in this computer's memory before anything is computed."""
     scores, here = head.Nq * head.Nk, f"N={head.Nq}, Nk={head.Nk}: expected N * Nk of at most"
-    if scores > LARGEST_SCORES and any(name == "standard" for name, _ in chosen):
-        raise ValueError(
-            f"{here} {LARGEST_SCORES} where "
-            "standard attention runs; choose other algorithms, or use `flashsim io`"
-        )
+    for name, _ in chosen:
+        if scores > LARGEST_SCORES and "S" in ALGORITHMS[name].arrays:
+            raise ValueError(
+                f"{here} {LARGEST_SCORES} where {ALGORITHMS[name].title} runs, which stores them; "
+                "choose other algorithms, or use `flashsim io`"
+            )
     if scores > LARGEST_GRADIENTS and do is not None:
         raise ValueError(f"{here} {LARGEST_GRADIENTS} with --backward; or use `flashsim io`")
 
@@ -394,30 +444,39 @@ def io_records(
 
     Parameters as of `io_cost`; rule as of `tile_sizes`, with M the budget in elements as stored.
     With `backward`, the backward passes come after the forward ones; with `block_mask`, `tiles` are
-    its blocks.
+    its blocks. `bound_elements` is what no algorithm on this chip can move less than; where the
+    tiles need a larger chip, on one as large as that.
     """
     for name, size, least in (("N", N, 0), ("Nk", Nk, 0), ("d", d, 1), ("dv", dv, 1)):
         checks.integer(name, size, least)
     stored = DTYPES[checks.choice("dtype", dtype, DTYPES)]
+    what, coarse = _split(what)
     head = Head(Mask(N, Nk), d, dv, stored.itemsize, widened(stored).itemsize)
-    sizes = {"Nq": N, "Nk": Nk, "d": d, "dv": dv}
     tiles = None if tiles is None else checks.pair_of_tiles(tiles)
+    work = _work(N, Nk, d, dv, tiles, block_mask, **what)
+    M = _elements(budget, stored.itemsize)
     records = []
     for algorithm, _, shown in passes(chosen, backward):
+        mine = _own(ALGORITHMS[algorithm], coarse)
+        keys = mine.get("projection", Nk)
+        met = replace(head, mask=Mask(N, keys), unmixed=Nk)
         for here, back in shown:
             cost_of = {
                 "N": N, "Nk": Nk, "d": d, "dv": dv, "dtype": dtype, "convention": here,
-                "backward": back, **budget, **what,
+                "backward": back, **budget, **what, **mine,
             }  # fmt: skip
-            own = tiles or _tiles(algorithm, back, head, budget, rule)
+            own = tiles or _tiles(algorithm, back, met, budget, rule)
             if back:
                 row = ALGORITHMS[algorithm].backward[here]
                 own = _backward_tiles(row, head, budget, own, block_mask)
-            Br, Bc = clamped(own, N, Nk)
+            Br, Bc = clamped(own, N, keys)
             keep = _cut(block_mask, tiles, (Br, Bc), N, Nk)
             cost = io_cost(algorithm, Br=Br, Bc=Bc, block_mask=keep, **cost_of)
             need = {"sram": cost.sram_elements, "sram_bytes": cost.sram_bytes}
             over = max(need[unit] - limit for unit, limit in budget.items())
+            exact, chip = ALGORITHMS[algorithm].exact, max(1, M, cost.sram_elements)
+            least, bound = best(work, chip, backward=back, exact=exact)
+            compulsory = (COMPULSORY_BACKWARD if back else COMPULSORY).elements(work, chip)
             record = {
                 **_moved(("forward", "backward")[back], algorithm, here, (Br, Bc), cost, device),
                 "flops": cost.flops,
@@ -427,13 +486,33 @@ def io_records(
                 "sram_bytes": cost.sram_bytes,
                 "fits": over <= 0,
                 "extra_hbm_elements": cost.extra_hbm_elements,
+                "compulsory_elements": compulsory or 0,
+                "bound_elements": least,
+                "bound": bound.name,
+                "ratio_to_bound": cost.total_elements / least if least else None,
             }
             if back:
                 heads = what.get("heads", 1) * what.get("batch", 1)
-                record["kept_elements"] = heads * _kept(ALGORITHMS[algorithm], sizes)
+                record["kept_elements"] = heads * _kept(ALGORITHMS[algorithm], head.sizes)
             records.append(record)
     records.sort(key=lambda record: bool(record["pass"] == "backward"))
     return _with_ratio(records)
+
+
+def _work(
+    N: int, Nk: int, d: int, dv: int, blocks: tuple[int, int] | None, block_mask: Any,
+    *, heads: int = 1, batch: int = 1, is_causal: bool = False,
+    causal_align: str = "bottom-right", window: Any = None, **approximation: Any,
+) -> Work:  # fmt: skip
+    """What the bounds count of exact attention: its scores, and the rows that have any."""
+    lo, hi = band(N, Nk, is_causal=is_causal, causal_align=causal_align, window=window)
+    layout = block_layout(block_mask, blocks, N, Nk)
+    return Work.of(Mask(N, Nk, lo=lo, hi=hi, layout=layout), d, dv, heads * batch)
+
+
+def _elements(budget: Budget, itemsize: int) -> int:
+    """M: the most elements that the chip may hold."""
+    return int(budget.get("sram", budget.get("sram_bytes", 0) // itemsize))
 
 
 def _kept(row: Algorithm, sizes: dict[str, int]) -> int:
@@ -447,13 +526,13 @@ def _tiles(
     algorithm: str, backward: bool, head: Head, budget: Budget, rule: str | None
 ) -> tuple[int, int]:
     forward = ALGORITHMS[algorithm]
-    row = forward.backward["literal"] if backward else forward
+    row = backward_of(algorithm) if backward else forward
     if checks.choice("rule", rule, RULES) == "strict":
         return default_tiles(row, head, **budget)
-    if rule == "optimal":
-        return optimal(row, head, **budget)
-    M = budget.get("sram", budget.get("sram_bytes", 0) // head.stored)
-    return tile_sizes(max(1, M), head.d, "paper", algorithm, backward=backward)
+    if rule in STEPS:
+        return optimal(row, head, **budget, step=STEPS[rule])
+    M = max(1, _elements(budget, head.stored))
+    return tile_sizes(M, head.d, "paper", algorithm, backward=backward)
 
 
 # Layouts, by names such as "random:0.25": form, builder from the grid's shape, and most arguments.

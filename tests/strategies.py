@@ -1,23 +1,29 @@
-"""Hypothesis strategies: attention problems of every kind, and the tilings to run them with."""
+"""Hypothesis strategies: attention problems of every kind, and the tilings to run them with.
+
+Also a few looks at results that several tests share.
+"""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
 from flashsim.algorithms import ALGORITHMS
+from flashsim.tables import write_table
 
 VARIANTS = [
     (name, convention)
     for name, row in ALGORITHMS.items()
-    if not row.needs_layout and not row.forward_of
+    if not row.requires and not row.forward_of
     for convention in row.conventions
 ]
+TRAINABLE = [variant for variant in VARIANTS if ALGORITHMS[variant[0]].backward]
 BACKWARDS = [
     (name, convention)
     for name, row in ALGORITHMS.items()
-    if not row.needs_layout
+    if not row.requires
     for convention in row.backward
 ]
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
@@ -132,3 +138,16 @@ def same_bits(a, b):
 def by_tile(v, name):
     """One of the columns of `Visits`, an entry for each query tile."""
     return [int(x) for x in np.repeat(getattr(v, name), v.times.astype(int))]
+
+
+def printed(report, monkeypatch, capsys):
+    """The lines of a report as a terminal of 100 columns has them."""
+    monkeypatch.setenv("COLUMNS", "100")
+    write_table(report)
+    return [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+
+
+def shown_in(page):
+    """The lines of the first block of output on a page of the documentation."""
+    text = (Path(__file__).parent.parent / "docs" / page).read_text("utf-8")
+    return text.split("```text\n")[1].split("\n```")[0].splitlines()

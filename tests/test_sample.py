@@ -22,9 +22,7 @@ def test_the_expected_output_is_exact_attention() -> None:
     assert np.abs(sample.expected_output - reference.output).max() <= 2e-6
 
 
-@pytest.mark.parametrize(
-    "algorithm", [n for n, row in fs.ALGORITHMS.items() if not row.needs_layout]
-)
+@pytest.mark.parametrize("algorithm", [n for n, row in fs.ALGORITHMS.items() if not row.requires])
 def test_every_algorithm_gives_the_expected_output(algorithm: str) -> None:
     sample = load_sample()
     out = fs.attention(

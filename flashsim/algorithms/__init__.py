@@ -6,9 +6,11 @@ A new variant is a file here, a closed form in `flashsim.cost.counts`, and a row
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ..cost import counts
+from ..checks import bad
+from ..cost import counts, counts_backward
 from ..cost.counts import Cost, Head
 from .block_sparse import (
     block_sparse_attention,
@@ -25,7 +27,12 @@ from .flash2 import (
     flash_attention_2_backward,
     flash_attention_2_backward_two_kernels,
 )
+from .linformer import linformer_attention
+from .local import local_attention
+from .resident_scores import resident_scores_attention
+from .square_tiles import square_tiles_attention
 from .standard import standard_attention, standard_attention_backward
+from .standard_unfused import standard_attention_unfused, standard_attention_unfused_backward
 
 
 def _nothing_more(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
@@ -36,8 +43,8 @@ def _nothing_more(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
 class Backward:
     """The backward pass of a row of the registry.
 
-    run is called as run(*reads, *writes, Br=, Bc=, scale=, mask=, drop=, **more); count, needs and
-    more as in `Algorithm`; outer may also be "both".
+    run is called as run(*reads, *writes, Br=, Bc=, scale=, mask=, drop=, **more); count, needs,
+    more and outer as in `Algorithm`.
     """
 
     run: Callable[..., None]
@@ -56,7 +63,8 @@ class Algorithm:
     """A row of the registry.
 
     forward is called as forward(Q, K, V, *arrays, Br=, Bc=, scale=, mask=, drop=, **more) and count
-    as count(head, Br=, Bc=, elide=, **more), with more = more(head, sram, sram_bytes).
+    as count(head, Br=, Bc=, elide=, **more), with more = more(head, sram, sram_bytes). With
+    Linformer's projections, E and F follow V.
     """
 
     title: str
@@ -65,14 +73,17 @@ class Algorithm:
     count: Callable[..., Cost]
     arrays: tuple[str, ...]  # what it writes, in the order of its signature; shapes in SHAPES
     needs: Callable[[Head, int, int], tuple[int, int]]  # (elements, bytes) its r x c tiles take
-    outer: str  # "Q" or "K": whose tiles its outer loop holds; that side is the long one
+    outer: str  # "Q" or "K": whose tiles its outer loop holds, the long side; "both": neither is
     backward: Mapping[str, Backward]  # by the conventions under which it differs
     more: Callable[[Head, float, float], dict[str, int]] = _nothing_more
     conventions: tuple[str, ...] = ("literal",)  # under which its forward counts differ
     forward_of: str = ""  # another row with the same forward pass
-    needs_layout: bool = False  # runs only with a block layout
+    requires: str = ""  # the argument without which it does not run
+    exact: bool = True  # False: an approximation of attention over the keys that the masks leave
+    usual: bool = True  # False: shown only where it is named
     wide_output: bool = False  # O is an accumulator in HBM: float32 there also for float16
     uncharged: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # where not as in SHAPES
     fast_tiles: tuple[int | None, int | None] = (512, 1024)  # on an unbounded chip; None: all
 
 
@@ -86,32 +97,39 @@ SHAPES = {
     "m": ("Nq",),
     "S": ("Nq", "Nk"),
     "P": ("Nq", "Nk"),
+    "Pdrop": ("Nq", "Nk"),
+    "Z": ("Nq", "Nk"),
+    "Kp": ("Nk", "d"),
+    "Vp": ("Nk", "dv"),
     "dO": ("Nq", "dv"),
     "dQ": ("Nq", "d"),
     "dK": ("Nk", "d"),
     "dV": ("Nk", "dv"),
+    "dPdrop": ("Nq", "Nk"),
     "dP": ("Nq", "Nk"),
     "dS": ("Nq", "Nk"),
     "D": ("Nq",),
 }
 
+BITS = ("Z",)  # one byte an element, whatever the scores are
+
 GRADIENTS = ("dQ", "dK", "dV")
 
 _FLASH1 = Backward(
     run=flash_attention_1_backward,
-    count=counts.flash1_backward,
+    count=counts_backward.flash1_backward,
     reads=("Q", "K", "V", "O", "l", "m", "dO"),
     writes=GRADIENTS,
-    needs=counts.flash1_backward_tiles,
+    needs=counts_backward.flash1_backward_tiles,
     outer="K",
     wide=("dQ",),
 )
 _FLASH2 = Backward(
     run=flash_attention_2_backward,
-    count=counts.flash2_backward,
+    count=counts_backward.flash2_backward,
     reads=("Q", "K", "V", "O", "L", "dO"),
     writes=(*GRADIENTS, "D"),
-    needs=counts.flash2_backward_tiles,
+    needs=counts_backward.flash2_backward_tiles,
     outer="K",
     wide=("dQ",),
 )
@@ -128,12 +146,12 @@ ALGORITHMS = {
         backward={
             "literal": Backward(
                 run=standard_attention_backward,
-                count=counts.standard_backward,
+                count=counts_backward.standard_backward,
                 reads=("Q", "K", "V", "P", "dO"),
                 writes=("dP", "dS", *GRADIENTS),
-                needs=counts.standard_backward_tiles,
+                needs=counts_backward.standard_backward_tiles,
                 outer="both",
-                more=counts.gradient_rows,
+                more=counts_backward.gradient_rows,
                 fast_tiles=(None, None),
             )
         },
@@ -181,8 +199,8 @@ ALGORITHMS = {
             "literal": replace(
                 _FLASH2,
                 run=flash_attention_2_backward_two_kernels,
-                count=counts.two_kernel_backward,
-                needs=counts.two_kernel_backward_tiles,
+                count=counts_backward.two_kernel_backward,
+                needs=counts_backward.two_kernel_backward_tiles,
                 outer="both",
                 wide=(),
             )
@@ -205,7 +223,124 @@ ALGORITHMS = {
             ),
         },
         conventions=("literal", "elided"),
-        needs_layout=True,
+        requires="block_mask",
         wide_output=True,
     ),
+    "standard-unfused": Algorithm(
+        title="standard attention, masking and dropout in kernels of their own",
+        source="Dao et al. 2022, Algorithms 0 and 3; the kernels as frameworks have them",
+        forward=standard_attention_unfused,
+        count=counts.standard_unfused,
+        arrays=("S", "P", "Z", "Pdrop", "O", "L"),
+        needs=counts.standard_unfused_tiles,
+        outer="Q",
+        backward={
+            "literal": Backward(
+                run=standard_attention_unfused_backward,
+                count=counts_backward.standard_unfused_backward,
+                reads=("Q", "K", "V", "P", "Z", "Pdrop", "dO"),
+                writes=("dPdrop", "dP", "dS", *GRADIENTS),
+                needs=counts_backward.standard_unfused_backward_tiles,
+                outer="both",
+                more=counts_backward.gradient_rows,
+                fast_tiles=(None, None),
+            )
+        },
+        more=counts.softmax_rows,
+        usual=False,
+        uncharged=("L",),
+        fast_tiles=(None, None),
+    ),
+    "square-tiles": Algorithm(
+        title="square tiles, for SRAM below d x d",
+        source="Saha & Ye 2024, for a small cache",
+        forward=square_tiles_attention,
+        count=counts.square_tiles,
+        arrays=("S", "O", "l", "m"),
+        needs=counts.square_tiles_need,
+        outer="both",
+        backward={},
+        usual=False,
+    ),
+    "resident-scores": Algorithm(
+        title="a tile of scores resident, for SRAM below d x d",
+        source="Dao et al. 2022, Algorithm 1, with Q, K, V and O a column at a time",
+        forward=resident_scores_attention,
+        count=counts.resident_scores,
+        arrays=("O", "L"),
+        needs=counts.resident_scores_need,
+        outer="both",
+        backward={},
+        conventions=("literal", "elided"),
+        usual=False,
+        wide_output=True,
+    ),
+    "local": Algorithm(
+        title="local attention",
+        source="Rae & Razavi 2020; each window on its own, by standard attention",
+        forward=local_attention,
+        count=counts.local,
+        arrays=("S", "P", "O", "L"),
+        needs=counts.standard_tiles,
+        outer="Q",
+        backward={},
+        more=counts.local_rows,
+        requires="local_window",
+        exact=False,
+        usual=False,
+        uncharged=("L",),
+        shapes={"S": ("Nq", "near"), "P": ("Nq", "near")},
+        fast_tiles=(None, None),
+    ),
+    "linformer": Algorithm(
+        title="Linformer",
+        source="Wang et al. 2020, equation 7",
+        forward=linformer_attention,
+        count=counts.linformer,
+        arrays=("Kp", "Vp", "S", "P", "O", "L"),
+        needs=counts.linformer_tiles,
+        outer="Q",
+        backward={},
+        more=counts.softmax_rows,
+        requires="projection",
+        exact=False,
+        usual=False,
+        uncharged=("L",),
+        fast_tiles=(None, None),
+    ),
 }
+
+
+def check_required(algorithm: str, **given: Any) -> None:
+    """Refuse a call without the argument that its algorithm cannot do without, or with another's.
+
+    Raises
+    ------
+    ValueError
+        If block_mask, local_window or projection is missing, or a projection is too much.
+    """
+    needed = ALGORITHMS[algorithm].requires
+    accepted = {
+        "block_mask": "a block layout",
+        "local_window": "the queries of a window",
+        "projection": "k or (E, F)",
+    }
+    if needed and given[needed] is None:
+        raise bad(needed, None, f"{accepted[needed]}, for algorithm={algorithm!r}")
+    if given["projection"] is not None and needed != "projection":
+        raise bad("projection", "given", f"None, for algorithm={algorithm!r}")
+
+
+def backward_of(algorithm: str, convention: str = "literal") -> Backward:
+    """The backward pass of a row of the registry.
+
+    Raises
+    ------
+    ValueError
+        If it has none.
+    """
+    rows = ALGORITHMS[algorithm].backward
+    if not rows:
+        some = ", ".join(repr(name) for name, row in ALGORITHMS.items() if row.backward)
+        raise bad("algorithm", algorithm, f"one that has a backward pass: {some}")
+    return rows.get(convention, rows["literal"])
