@@ -9,8 +9,11 @@ often copied wrong, and those on which sources disagree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from ..checks import bad
 
 KB = 1024
 MB = 1024**2
@@ -46,6 +49,8 @@ class Device:
         Shared memory that one thread block may use at most (AMD: LDS of a workgroup), bytes.
     sram_bytes_per_sm : int
         Shared memory of one SM at most, bytes.
+    sram_bytes_per_clock : int
+        What one SM's shared memory gives at most, bytes a clock.
     register_bytes_per_sm : int
         Register file of one SM, bytes.
     l2_bytes : int
@@ -68,6 +73,7 @@ class Device:
     boost_clock_hz: float
     sram_bytes_per_block: int
     sram_bytes_per_sm: int
+    sram_bytes_per_clock: int
     register_bytes_per_sm: int
     l2_bytes: int
     sources: Mapping[str, str] = field(repr=False, compare=False)
@@ -82,6 +88,45 @@ class Device:
         0.001
         """
         return bytes_ / self.hbm_bytes_per_second
+
+    def flops_per_second(self, dtype: str) -> float:
+        """Peak rate of matrix products of a dtype, FLOP/s; float32 outside the matrix units.
+
+        Raises
+        ------
+        ValueError
+            If the preset has no rate for it.
+
+        Examples
+        --------
+        >>> device("h200").flops_per_second("bfloat16")
+        989000000000000.0
+        """
+        no_bfloat16 = self.compute_capability.startswith("7.")  # their matrix units came with 8.0
+        rates = {
+            "float16": self.half_flops_per_second,
+            "bfloat16": None if no_bfloat16 else self.half_flops_per_second,
+            "float32": self.fp32_flops_per_second,
+        }
+        rate = rates.get(dtype)
+        if rate is None:
+            known = ", ".join(name for name, rate in rates.items() if rate is not None)
+            raise bad("dtype", dtype, f"one with a rate of matrix products on {self.key}: {known}")
+        return rate
+
+    @property
+    def half_flops_per_clock(self) -> int:
+        """fp16 FLOPs of one SM's matrix units a clock: the power of two that the rate stands for.
+
+        Data sheets round rates and clocks, so their quotient is off by up to 1 %.
+        """
+        per_clock = self.half_flops_per_second / (self.sm_count * self.boost_clock_hz)
+        return int(2 ** round(math.log2(per_clock)))
+
+    @property
+    def exp_per_clock(self) -> int:
+        """Exponentials of one SM a clock; the rate may be rounded."""
+        return round(self.exp_per_second / (self.sm_count * self.boost_clock_hz))
 
 
 def device(name: str) -> Device:
@@ -126,6 +171,7 @@ _BLACKWELL = (
 _LOCKWOOD = "G. Lockwood's notes on B200, HGX at 1000 W; not confirmed against NVIDIA's documents"
 _FA3 = "FlashAttention-3, arXiv:2407.08608, section 3.1, footnote 5 (2024)"
 _FA4 = "FlashAttention-4, arXiv:2603.05451, section 2 (2026)"
+_BANKS = "32 banks * 4 bytes: CUDA Programming Guide, appendix Compute Capabilities, Shared Memory"
 _XLA = "as the driver reports it: OpenXLA, target_config/specs/{}.txtpb"
 _QUERY = "as the driver reports it: published device queries"
 _ROCM_PEAK = "AMD ROCm documentation, MI300 series microarchitecture, peak performance table (2025)"
@@ -153,6 +199,7 @@ _PRESETS = (
         boost_clock_hz=1.59e9,
         sram_bytes_per_block=64 * KB,
         sram_bytes_per_sm=64 * KB,
+        sram_bytes_per_clock=64,
         register_bytes_per_sm=256 * KB,
         l2_bytes=4 * MB,
         sources={
@@ -163,6 +210,7 @@ _PRESETS = (
                 "not confirmed against the data sheet"
             ),
             "fp8_flops_per_second": _NO_FP8,
+            "sram_bytes_per_clock": "64 in Turing, against 128: " + _GA102,
             "exp_per_second": _SFU_7X,
             "sram_bytes_per_block, sram_bytes_per_sm, register_bytes_per_sm": _CUDA_MEMORY,
         },
@@ -181,6 +229,7 @@ _PRESETS = (
         boost_clock_hz=1.53e9,
         sram_bytes_per_block=96 * KB,
         sram_bytes_per_sm=96 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=6 * MB,
         sources={
@@ -190,6 +239,7 @@ _PRESETS = (
             "fp32_flops_per_second, boost_clock_hz, l2_bytes": _AMPERE_BLOG,
             "sram_bytes_per_sm, register_bytes_per_sm": _AMPERE_BLOG,
             "fp8_flops_per_second": _NO_FP8,
+            "sram_bytes_per_clock": _BANKS,
             "exp_per_second": _SFU_7X,
             "sram_bytes_per_block": _XLA.format("v100"),
         },
@@ -208,6 +258,7 @@ _PRESETS = (
         boost_clock_hz=1.41e9,
         sram_bytes_per_block=163 * KB,
         sram_bytes_per_sm=164 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=40 * MB,
         sources={
@@ -216,6 +267,7 @@ _PRESETS = (
             ),
             "fp32_flops_per_second, boost_clock_hz, l2_bytes": _AMPERE_BLOG,
             "fp8_flops_per_second": _NO_FP8,
+            "sram_bytes_per_clock": _BANKS,
             "exp_per_second": _SFU_UNCONFIRMED,
             "sram_bytes_per_block, sram_bytes_per_sm, register_bytes_per_sm": _CUDA_MEMORY,
         },
@@ -234,12 +286,14 @@ _PRESETS = (
         boost_clock_hz=1.41e9,
         sram_bytes_per_block=163 * KB,
         sram_bytes_per_sm=164 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=40 * MB,
         sources={
             "hbm_bytes_per_second, half_flops_per_second, fp32_flops_per_second": _A100_SHEET,
             "compute_capability, sm_count, boost_clock_hz, l2_bytes": _XLA.format("a100_sxm_80"),
             "fp8_flops_per_second": _NO_FP8,
+            "sram_bytes_per_clock": _BANKS,
             "exp_per_second": _SFU_UNCONFIRMED,
             "sram_bytes_per_block, sram_bytes_per_sm, register_bytes_per_sm": _CUDA_MEMORY,
         },
@@ -258,6 +312,7 @@ _PRESETS = (
         boost_clock_hz=1.695e9,
         sram_bytes_per_block=99 * KB,
         sram_bytes_per_sm=100 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=6 * MB,
         sources={
@@ -265,6 +320,7 @@ _PRESETS = (
             "boost_clock_hz, l2_bytes": _GA102,
             "compute_capability": _QUERY,
             "fp8_flops_per_second": _NO_FP8,
+            "sram_bytes_per_clock": _GA102,
             "exp_per_second": (
                 _SFU + "an answer in NVIDIA's forum (1:8 of the 128 fp32 lanes) that cites the "
                 "CUDA Programming Guide, section 5.4.1"
@@ -286,12 +342,14 @@ _PRESETS = (
         boost_clock_hz=2.52e9,
         sram_bytes_per_block=99 * KB,
         sram_bytes_per_sm=100 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=72 * MB,
         sources={
             "hbm_bytes_per_second, sm_count, half_flops_per_second, fp8_flops_per_second": _ADA,
             "fp32_flops_per_second, boost_clock_hz, l2_bytes": _ADA,
             "compute_capability": "CUDA Programming Guide as quoted with the Ada white paper",
+            "sram_bytes_per_clock": _BANKS,
             "exp_per_second": _SFU_UNCONFIRMED,
             "sram_bytes_per_block, sram_bytes_per_sm, register_bytes_per_sm": _CUDA_MEMORY,
         },
@@ -313,6 +371,7 @@ _PRESETS = (
         boost_clock_hz=2.04e9,
         sram_bytes_per_block=99 * KB,
         sram_bytes_per_sm=100 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=48 * MB,
         sources={
@@ -322,6 +381,7 @@ _PRESETS = (
                 "NVIDIA L4 data sheet (2023), as quoted by others; "
                 "tensor rates 242 and 485 with sparsity, halved"
             ),
+            "sram_bytes_per_clock": _BANKS,
             "exp_per_second": _SFU_UNCONFIRMED,
             "sram_bytes_per_block, sram_bytes_per_sm, register_bytes_per_sm": _CUDA_MEMORY,
         },
@@ -343,6 +403,7 @@ _PRESETS = (
         boost_clock_hz=1.83e9,
         sram_bytes_per_block=227 * KB,
         sram_bytes_per_sm=228 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=50 * MB,
         sources={
@@ -351,6 +412,7 @@ _PRESETS = (
             ),
             "fp32_flops_per_second, l2_bytes": _H100_SHEET,
             "compute_capability": _XLA.format("h100_sxm"),
+            "sram_bytes_per_clock": "as on the B200: " + _FA4,
             "exp_per_second": _FA3 + ": 16 a clock an SM * 132 SMs * 1830 MHz, rounded there",
             "boost_clock_hz": (
                 "NVIDIA H100 white paper v1.04, Table 3 (2023), as OpenXLA quotes it; also " + _FA3
@@ -375,6 +437,7 @@ _PRESETS = (
         boost_clock_hz=1.62e9,
         sram_bytes_per_block=227 * KB,
         sram_bytes_per_sm=228 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=50 * MB,
         sources={
@@ -383,6 +446,7 @@ _PRESETS = (
             ),
             "fp32_flops_per_second, l2_bytes": _H100_SHEET,
             "compute_capability": _XLA.format("h100_pcie"),
+            "sram_bytes_per_clock": "as on the B200: " + _FA4,
             "exp_per_second": _SFU + _FA3,
             "boost_clock_hz": (
                 "half_flops_per_second / (114 SMs * 4096 FLOP a clock), and OpenXLA's estimate "
@@ -408,12 +472,14 @@ _PRESETS = (
         boost_clock_hz=1.83e9,
         sram_bytes_per_block=227 * KB,
         sram_bytes_per_sm=228 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=60 * MB,
         sources={
             "hbm_bytes_per_second, half_flops_per_second, fp8_flops_per_second": _H200_SHEET,
             "fp32_flops_per_second": _H200_SHEET,
             "compute_capability, sm_count": _XLA.format("h200"),
+            "sram_bytes_per_clock": "as on the B200: " + _FA4,
             "exp_per_second": "as the H100 SXM5, the same SMs: " + _FA3,
             "boost_clock_hz": "as the H100 SXM5: the same matrix rate on as many SMs",
             "sram_bytes_per_block, sram_bytes_per_sm, register_bytes_per_sm": _CUDA_MEMORY,
@@ -438,12 +504,14 @@ _PRESETS = (
         boost_clock_hz=1.85e9,
         sram_bytes_per_block=227 * KB,
         sram_bytes_per_sm=228 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=256 * KB,
         l2_bytes=132_644_864,
         sources={
             "hbm_bytes_per_second, fp32_flops_per_second": _LOCKWOOD,
             "half_flops_per_second, fp8_flops_per_second": _BLACKWELL,
             "sm_count, boost_clock_hz": _FA4,
+            "sram_bytes_per_clock": _FA4,
             "exp_per_second": _SFU + _FA4,
             "sram_bytes_per_block, sram_bytes_per_sm, register_bytes_per_sm": _CUDA_MEMORY,
             "compute_capability, l2_bytes": _XLA.format("b200"),
@@ -468,12 +536,14 @@ _PRESETS = (
         boost_clock_hz=2.1e9,
         sram_bytes_per_block=64 * KB,
         sram_bytes_per_sm=64 * KB,
+        sram_bytes_per_clock=128,
         register_bytes_per_sm=512 * KB,
         l2_bytes=32 * MB,
         sources={
             "hbm_bytes_per_second, half_flops_per_second, fp8_flops_per_second": _ROCM_PEAK,
             "fp32_flops_per_second": _ROCM_PEAK,
             "boost_clock_hz": _ROCM_PEAK + ": 1307.4e12 / (304 CUs * 2048 FLOP a clock)",
+            "sram_bytes_per_clock": "128 bytes a clock read from the LDS: AMD ROCm documentation",
             "exp_per_second": (
                 "LLVM, AMDGPU SISchedule.td: transcendentals at a quarter of the rate, so 16 of "
                 "64 lanes a clock a CU; not confirmed in AMD's ISA document"

@@ -6,20 +6,25 @@
 - "strict": the largest tiles of that shape (one side long, the other at most d) that do fit. A
   backward pass has its own; where both sides are outer loops in turn, its tiles are square.
 - "optimal": the tiles that move the fewest elements of all that fit; it needs N.
+- "hardware": the same among tiles whose sides are multiples of 16, as matrix units take them.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
-from ..algorithms import ALGORITHMS, Algorithm, Backward
+from ..algorithms import ALGORITHMS, Algorithm, Backward, backward_of
 from ..checks import bad, choice, clamped, flag, integer
 from ..masks import Mask
 from .counts import Head
 
-RULES = ("paper", "strict", "optimal")
+RULES = ("paper", "strict", "optimal", "hardware")
+STEPS = {"optimal": 1, "hardware": 16}  # rules that search: sides are multiples of this
 
 
 def tile_sizes(
@@ -39,12 +44,13 @@ def tile_sizes(
         SRAM in elements.
     d, dv : int
         Width of Q and K, and of V (default: d).
-    rule : {"strict", "paper", "optimal"}
+    rule : {"strict", "paper", "optimal", "hardware"}
         See the module. "paper" may give tiles that do not fit in M.
     algorithm : str
         A name in `flashsim.ALGORITHMS`.
     N : int, optional
-        Sequence length: tiles are not longer. "optimal" needs it.
+        Sequence length: tiles are not longer; those of "hardware" by less than 16. "optimal" and
+        "hardware" need it.
     backward : bool
         For the backward pass, whose tiles are more.
 
@@ -57,18 +63,25 @@ def tile_sizes(
     dv = d if dv is None else integer("dv", dv, 1)
     N = None if N is None else integer("N", N, 1)
     forward = ALGORITHMS[choice("algorithm", algorithm, ALGORITHMS)]
-    row = forward.backward["literal"] if flag("backward", backward) else forward
+    row = backward_of(algorithm) if flag("backward", backward) else forward
     choice("rule", rule, RULES)
     length = M if N is None else N
     head = Head(Mask(length, length), d, dv)
-    if rule == "paper":
-        long = -(-M // (4 * d))
-        return _oriented(row, min(long, length), min(long, d, length))
-    if rule == "strict":
-        return strict(row, head, M, name="M")
-    if N is None:
-        raise bad("N", N, 'the sequence length: rule="optimal" minimises over it')
-    return optimal(row, head, M)
+    if rule in STEPS and N is None:
+        raise bad("N", N, f'the sequence length: rule="{rule}" minimises over it')
+    if rule in STEPS and not _told_by_sizes(forward):
+        accepted = (
+            f"'paper' or 'strict' for {algorithm!r}, whose traffic its {forward.requires} says"
+        )
+        raise bad("rule", rule, accepted)
+    return _by_rule(row, head, M, rule)
+
+
+def paper(row: Algorithm | Backward, head: Head, M: int) -> tuple[int, int]:
+    """Line 1 of Algorithm 1 of Dao et al. 2022, not longer than the head; see `tile_sizes`."""
+    length = max(1, head.Nq, head.Nk)
+    long = -(-M // (4 * head.d))
+    return _oriented(row, min(long, length), min(long, head.d, length))
 
 
 def strict(
@@ -87,35 +100,142 @@ def strict(
 
 
 def optimal(
-    row: Algorithm | Backward, head: Head, sram: float = math.inf, sram_bytes: float = math.inf
+    row: Algorithm | Backward,
+    head: Head,
+    sram: float = math.inf,
+    sram_bytes: float = math.inf,
+    step: int = 1,
 ) -> tuple[int, int]:
-    """The fewest elements moved, then the largest tiles that move as few.
+    """The fewest elements moved, then the largest tiles that move as few; sides are n * step.
 
-    Where traffic depends only on how many tiles the long side has, the short side is first 1, to
-    make the long one as long as it can be; then the long side shrinks to the shortest that needs no
-    more tiles, and the short one takes the room. Where it depends on both sides, every number of
-    turns of the one is tried with the fewest of the other that fit.
+    A longer side never moves more. Where traffic depends on the long side alone, the other is as
+    short as it can be, to make it as long as it can be. Where it depends on both, no long side of
+    low to high moves less than the longest of them would beside the short side that only the
+    shortest leaves room for. Such spans are halved, the most promising first, until one's shortest
+    moves as little as that: what is left cannot move less.
+
+    Then the long side shrinks as far as it needs no more turns, and the short one takes the room.
     """
-    N = max(1, head.Nq, head.Nk)
-    fits = _fits(row, head, sram, sram_bytes, "M")
-
-    def shortest(n: int) -> int:
-        return -(-N // -(-N // n))
-
-    longest = shortest(_largest(lambda n: fits(n, 1), N))
-    if row.outer != "both":
-        return _oriented(row, longest, _largest(lambda n: fits(longest, n), N))
+    fits = _fits(row, head, sram, sram_bytes, "M", step)
+    sides = (head.Nq, head.Nk) if row.outer == "Q" else (head.Nk, head.Nq)
+    Nlong, Nshort = (max(1, -(-N // step)) for N in sides)  # lengths, as tiles below, in steps
+    longest = _largest(lambda n: fits(n, 1), Nlong)
+    broadest = _largest(partial(fits, 1), Nshort)
     more = row.more(head, sram, sram_bytes)
 
-    def moved(tiles: tuple[int, int]) -> int:
-        return row.count(head, Br=tiles[0], Bc=tiles[1], elide=False, **more).total_elements
+    def tiles(long: int, short: int) -> tuple[int, int]:
+        return _oriented(row, step * long, step * short)
 
-    candidates, long = [], longest
-    while long:
-        short = shortest(_largest(partial(fits, long), N))
-        candidates.append(_oriented(row, long, short))
-        long = shortest(long - 1) if long > 1 else 0
-    return min(candidates, key=moved)
+    @cache
+    def moved(long: int, short: int) -> int:
+        Br, Bc = tiles(long, short)
+        return row.count(head, Br=Br, Bc=Bc, elide=False, **more).total_elements
+
+    @cache
+    def beside(long: int) -> int:
+        return _largest(partial(fits, long), broadest)
+
+    def span(low: int, high: int) -> tuple[int, int, int, int]:
+        return moved(high, beside(low)), -high, low, high
+
+    spans = [span(longest, longest) if row.outer != "both" else span(1, longest)]
+    while True:
+        fewest, _, low, high = heapq.heappop(spans)
+        if moved(low, beside(low)) == fewest:
+            break
+        middle = (low + high) // 2
+        for part in (span(low, middle), span(middle + 1, high)):
+            heapq.heappush(spans, part)
+
+    even = _even(Nlong, low)
+    long = even if moved(even, beside(even)) == fewest else low
+    short = beside(long)
+    if row.outer == "both" and moved(long, _even(Nshort, short)) == fewest:
+        short = _even(Nshort, short)
+    return tiles(long, short)
+
+
+def _even(N: int, n: int) -> int:
+    """The shortest tiles that take no more turns over N than those of n."""
+    return -(-N // -(-N // n))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tiles of one rule for one pass, and what they cost one head.
+
+    Attributes
+    ----------
+    algorithms : tuple of str
+        Those whose tiles, needs and counts these are.
+    backward : bool
+        Of which pass.
+    rule : str
+        Of RULES.
+    Br, Bc : int
+        Rows of a query and of a key tile.
+    need_elements : int
+        Resident at once.
+    moved_elements : int
+        Read and written, as printed ("literal"), where M elements of a row of S fit on chip.
+    """
+
+    algorithms: tuple[str, ...]
+    backward: bool
+    rule: str
+    Br: int
+    Bc: int
+    need_elements: int
+    moved_elements: int
+
+
+def choices(N: int, d: int, M: int, dv: int | None = None) -> Iterator[Choice]:
+    """The tiles of every rule for every pass in the registry, dense attention of one head.
+
+    Passes with the same tiles and counts come once. Rules under which no tile fits in M are left
+    out, and algorithms whose traffic N, d and M do not tell (local attention, Linformer).
+    """
+    head = Head(Mask(N, N), d, d if dv is None else dv)
+    rows: dict[Any, tuple[Algorithm | Backward, bool, list[str]]] = {}
+    for backward in (False, True):
+        for name, forward in ALGORITHMS.items():
+            if not _told_by_sizes(forward) or (backward and not forward.backward):
+                continue
+            row = backward_of(name) if backward else forward
+            key = row.count, row.needs, row.outer
+            rows.setdefault(key, (row, backward, []))[2].append(name)
+    for row, backward, names in rows.values():
+        more = row.more(head, M, math.inf)
+        for rule in RULES:
+            try:
+                Br, Bc = _by_rule(row, head, M, rule)
+            except ValueError:
+                continue
+            cost = row.count(head, Br=Br, Bc=Bc, elide=False, **more)
+            need = row.needs(head, Br, Bc)[0]
+            yield Choice(tuple(names), backward, rule, Br, Bc, need, cost.total_elements)
+
+
+def papers_overflow(M: int, d: int) -> int:
+    """Elements by which the paper's tiles exceed M, at any N; below 0 where they leave room.
+
+    FlashAttention's; with the roles of the sides swapped its successor's are as large.
+    """
+    row, head = ALGORITHMS["flash1"], Head(Mask(M, M), d, d)
+    return row.needs(head, *paper(row, head, M))[0] - M
+
+
+def _told_by_sizes(forward: Algorithm) -> bool:
+    """Whether N, d and M say what it moves; a block layout is left to the call."""
+    return forward.requires in ("", "block_mask")
+
+
+def _by_rule(row: Algorithm | Backward, head: Head, M: int, rule: str) -> tuple[int, int]:
+    if rule == "paper":
+        return paper(row, head, M)
+    if rule == "strict":
+        return strict(row, head, M, name="M")
+    return optimal(row, head, M, step=STEPS[rule])
 
 
 def _oriented(row: Algorithm | Backward, long: int, short: int) -> tuple[int, int]:
@@ -123,15 +243,30 @@ def _oriented(row: Algorithm | Backward, long: int, short: int) -> tuple[int, in
 
 
 def _fits(
-    row: Algorithm | Backward, head: Head, sram: float, sram_bytes: float, name: str
+    row: Algorithm | Backward,
+    head: Head,
+    sram: float,
+    sram_bytes: float,
+    name: str,
+    step: int = 1,
 ) -> Callable[[int, int], bool]:
+    """Whether tiles of (long, short) steps fit.
+
+    Raises
+    ------
+    ValueError
+        If the smallest do not.
+    """
+
     def fits(long: int, short: int) -> bool:
-        elements, size = row.needs(head, *_oriented(row, long, short))
+        elements, size = row.needs(head, *_oriented(row, step * long, step * short))
         return elements <= sram and size <= sram_bytes
 
     if not fits(1, 1):
-        elements, size = row.needs(head, 1, 1)
+        elements, size = row.needs(head, step, step)
         smallest = f", the smallest tiles at d={head.d}"
+        if step > 1:
+            smallest = f", the smallest tiles of multiples of {step} at d={head.d}"
         if sram < math.inf:
             raise bad(name, sram, f"at least {elements} elements{smallest}")
         raise bad("sram_bytes", sram_bytes, f"at least {size} bytes{smallest}")
