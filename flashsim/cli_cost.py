@@ -1,0 +1,412 @@
+"""The commands about what a run must cost: bounds and tiles, time, thread blocks, L2, grids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from .cost.cache import DramCost
+
+
+def sweep(
+    part: Annotated[
+        list[str] | None,
+        typer.Argument(help="forward, backward, sparse; several may be named.", show_default="all"),
+    ] = None,
+    N: Annotated[
+        str | None, typer.Option("--N", "-N", metavar="RANGE", help="Sequence lengths.")
+    ] = None,
+    d: Annotated[
+        str | None,
+        typer.Option("--d", "-d", metavar="RANGE", help="Widths.", show_default="64"),
+    ] = None,
+    M: Annotated[
+        str | None,
+        typer.Option(
+            "--M", "-M", metavar="RANGE", help="SRAM in elements.",
+            show_default="what a block of the GPU may use",
+        ),
+    ] = None,
+    Br: Annotated[
+        str | None,
+        typer.Option("--Br", metavar="RANGE", help="Rows of a query tile; with --Bc."),
+    ] = None,
+    Bc: Annotated[
+        str | None, typer.Option("--Bc", metavar="RANGE", help="Rows of a key tile; with --Br.")
+    ] = None,
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--algorithm", "-a", metavar="NAME", show_default="standard, flash1, flash2",
+            help="As of io; flash1:elided is the published kernel. May be repeated.",
+        ),
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="GPU. May be repeated.", show_default="h200"),
+    ] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="Tiles without --Br: strict, paper, optimal or hardware.", show_default="strict"
+        ),
+    ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The backward pass instead.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON document instead of the table.")
+    ] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")] = False,
+    parquet: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write all points of a grid as Parquet too; needs pyarrow."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Verify how traffic grows or, given ranges, tabulate the closed forms over a grid.
+
+    Without ranges, the small sizes are run and exponents fitted. forward, backward: each pass, as
+    N^2 d^2 / M. sparse: linearly in the share of blocks that are kept, beside published times.
+
+    With ranges, as in --N 1024:65536:x2 --d 64,128 -M 8192:131072:x2, every combination is a point
+    and nothing is run. A range is START:STOP:STEP or START:STOP:xFACTOR; commas separate integers
+    and ranges. What does not fit on the chip is a point too. --plot draws what the ranges ask: IO
+    over M, IO and time over the tiles, or who wins over N and d.
+    """
+    from . import cli
+
+    cli._check_output(json, csv, plot)
+    given: dict[str, Any] = {
+        "d": d, "M": M, "Br": Br, "Bc": Bc,
+        "algorithms": algorithm, "devices": device, "rule": rule,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value}
+    if N is None and not (given or backward or parquet):
+        _verify(part or [], json, csv, plot)
+    if N is None:
+        raise ValueError("--N: expected sequence lengths for a grid, such as 1024:65536:x2")
+    if part:
+        raise ValueError(f"{part[0]}: expected no part, as --N {N} asks for a grid")
+    from .cost import grid as cost
+    from .cost.report import grid_report
+
+    given = {"d": "64", **given, "N": N, "backward": backward}
+    with cli._progress(cost.steps(**given)) as on_step:
+        points = cost.grid(**given, on_step=on_step)
+    if parquet is not None:
+        points.to_parquet(parquet)
+    if plot is not None:
+        from .cost.grid_plots import grid_panels
+
+        grid_panels(plot, points)
+    cli._finish(grid_report(points, given), json, csv)
+
+
+def _verify(parts: list[str], json: bool, csv: bool, plot: Path | None) -> NoReturn:
+    from . import cli, reports
+    from .cost import sweep as cost
+
+    chosen = cost.chosen_parts(parts)
+    with cli._progress(cost.steps(chosen)) as on_step:
+        series = [s for name in chosen if name != "sparse" for s in cost.sweep(name, on_step)]
+        lines = cost.densities(on_step) if "sparse" in chosen else []
+    if plot is not None:
+        from .plots import growth_lines
+
+        growth_lines(plot, series, cost.FITTED, lines)
+    cli._finish(reports.sweep_report(series, lines), json, csv)
+
+
+def tiles(
+    N: Annotated[int, typer.Option("--N", "-N", help="Queries and keys.")] = 4096,
+    d: Annotated[int, typer.Option("--d", "-d", help="Width of Q and K.")] = 64,
+    dv: Annotated[int | None, typer.Option("--dv", help="Width of V.", show_default="d")] = None,
+    sram: Annotated[
+        int | None,
+        typer.Option(help="M, in elements.", show_default="what a block of the GPU may use"),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="GPU whose shared memory is M.")] = (
+        "h200"
+    ),
+    dtype: Annotated[
+        str, typer.Option(help="Of what the shared memory of a GPU holds.")
+    ] = "float16",
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON document instead of the table.")
+    ] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")] = False,
+) -> None:
+    """The tiles of each rule, what they need and move, and where the paper's do not fit in M.
+
+    For every algorithm and pass: paper (as printed), strict (the largest of that shape that fit),
+    optimal (fewest elements moved) and hardware (fewest among multiples of 16).
+    """
+    from . import checks, cli
+    from .cost import tiles as rules
+    from .cost.devices import DEVICES
+    from .cost.devices import device as preset
+    from .cost.io import DTYPES
+    from .cost.report import tiles_report
+
+    cli._check_output(json, csv, None)
+    gpu = preset(device)
+    itemsize = DTYPES[checks.choice("dtype", dtype, DTYPES)].itemsize
+    M = checks.integer("sram", gpu.sram_bytes_per_block // itemsize if sram is None else sram, 1)
+    for name, size in (("N", N), ("d", d), ("dv", d if dv is None else dv)):
+        checks.integer(name, size, 1)
+    chip = f"a block of {gpu.key}, as {dtype}" if sram is None else "as given"
+    given: dict[str, Any] = {
+        "N": N, "d": d, "dv": d if dv is None else dv, "M": M, "dtype": dtype, "chip": chip,
+    }  # fmt: skip
+    overflows = {
+        key: {
+            width: rules.papers_overflow(each.sram_bytes_per_block // itemsize, width)
+            for width in sorted({64, 128, d})
+        }
+        for key, each in DEVICES.items()
+    }
+    cli._finish(tiles_report(list(rules.choices(N, d, M, dv)), overflows, given), json, csv)
+
+
+def roofline(
+    N: Annotated[int, typer.Option("--N", "-N", help="Queries and keys.")] = 4096,
+    d: Annotated[int, typer.Option("--d", "-d", help="Width of Q, K and V.")] = 64,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    batch: Annotated[int, typer.Option(help="Items.")] = 4,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--algorithm", "-a", metavar="NAME", help="As of io. May be repeated.",
+            show_default="all that differ",
+        ),
+    ] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="Add the backward passes.")] = False,
+    rule: Annotated[
+        str, typer.Option(help="Tiles: strict, paper, optimal or hardware.")
+    ] = "strict",
+    tiles: Annotated[
+        str | None,
+        typer.Option(
+            metavar="Br,Bc", help="Rows of a query and of a key tile.", show_default="by the rule"
+        ),
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Mask the future.")] = False,
+    device: Annotated[str, typer.Option(metavar="NAME", help="GPU.")] = "h200",
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON document instead of the table.")
+    ] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
+    ] = None,
+) -> None:  # fmt: skip
+    """How long memory, matrix units and exponentials take, and which of them binds.
+
+    Closed forms over peak rates: the longest is a lower time, the sum one without any overlap.
+    """
+    from . import cli, verify
+    from .cost.devices import device as preset
+    from .cost.report import roofline_report, timed
+    from .cost.roofline import tile_cycles
+
+    cli._check_output(json, csv, plot)
+    gpu = preset(device)
+    gpu.flops_per_second(dtype)  # refuses a dtype without a rate
+    given: dict[str, Any] = {
+        "N": N, "d": d, "heads": heads, "batch": batch, "dtype": dtype, "is_causal": causal,
+    }  # fmt: skip
+    records = verify.io_records(
+        verify.variants(algorithm or [], backward), Nk=N, dv=d, rule=rule,
+        tiles=cli._tiles(tiles), budget={"sram_bytes": gpu.sram_bytes_per_block}, device=gpu,
+        backward=backward, **given,
+    )  # fmt: skip
+    records = timed(records, gpu, dtype)
+    passes = {"forward": False, "backward": True}
+    cycles = {name: tile_cycles(gpu, d=d, backward=back) for name, back in passes.items()}
+    if plot is not None:
+        from .cost.plots import roofline as draw
+
+        title = f"{gpu.name}: batch {batch}, heads {heads}, N = {N}, d = {d}"
+        draw(plot, title + (", causal" if causal else ""), records, gpu, dtype, d)
+    cli._finish(roofline_report(records, cycles, gpu, given), json, csv)
+
+
+Length = Annotated[int, typer.Option("--N", "-N", help="Queries, and keys.")]
+Width = Annotated[int, typer.Option("--d", "-d", help="Width of Q, K and V.")]
+Heads = Annotated[int, typer.Option(help="Query heads.")]
+Batch = Annotated[int, typer.Option(help="Items.")]
+HalfPrecision = Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")]
+GivenTiles = Annotated[
+    str, typer.Option(metavar="Br,Bc", help="Rows of a query and of a key tile.")
+]
+BlocksAnSm = Annotated[
+    int | None,
+    typer.Option(
+        help="Thread blocks that an SM holds.", show_default="by the shared memory of the tiles"
+    ),
+]
+Causal = Annotated[bool, typer.Option("--causal", help="Mask the future.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of the table.")]
+Csv = Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
+]
+
+
+def waves(
+    N: Length = 4096,
+    d: Width = 64,
+    heads: Heads = 8,
+    batch: Batch = 1,
+    dtype: HalfPrecision = "float16",
+    tiles: GivenTiles = "128,64",
+    causal: Causal = False,
+    blocks: BlocksAnSm = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="GPU.")] = "a100",
+    json: Json = False,
+    csv: Csv = False,
+    plot: Plot = None,
+) -> None:
+    """Thread blocks over the multiprocessors: how much of the GPU has something to do.
+
+    FlashAttention has a block for each head, FlashAttention-2 for each row tile, Flash-Decoding for
+    each part of the keys of one query. --causal adds the orders that mend the imbalance.
+    """
+    from . import cli
+
+    cli._check_output(json, csv, plot)
+    from .cost import waves as cost
+    from .cost.blocks import call
+    from .cost.devices import device as preset
+    from .cost.report import waves_report
+
+    gpu = preset(device)
+    problem: dict[str, Any] = {
+        "N": N, "d": d, "heads": heads, "batch": batch, "dtype": dtype, "is_causal": causal,
+        **_given_tiles(tiles),
+    }  # fmt: skip
+    if blocks is None:
+        blocks = cost.usual_blocks_per_sm(gpu, call("flash2", **problem))
+    found = cost.usual(problem, gpu.key, blocks)
+    if plot is not None:
+        from .cost.plots import utilisation_and_schedules
+
+        utilisation_and_schedules(plot, problem, gpu, blocks)
+    cli._finish(waves_report(found, gpu, blocks, problem), json, csv)
+
+
+def l2(
+    N: Length = 131072,
+    d: Width = 128,
+    heads: Heads = 2,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", help="Key heads.", show_default="as many")
+    ] = None,
+    batch: Batch = 1,
+    dtype: HalfPrecision = "float16",
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--algorithm", "-a", metavar="NAME", show_default="standard, flash1, flash2",
+            help="Or flash2-two-kernel; block_sparse, which needs --layout. May be repeated.",
+        ),
+    ] = None,
+    tiles: GivenTiles = "128,64",
+    causal: Causal = False,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Keep only some blocks of the scores, those of a layout that run knows; the tiles "
+            "are the blocks.",
+        ),
+    ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The backward pass instead.")
+    ] = False,
+    blocks: BlocksAnSm = None,
+    jitter: Annotated[
+        float, typer.Option(help="Probability that a block sits out a turn; 0: all in step.")
+    ] = 0.0,
+    policy: Annotated[str, typer.Option(help="Who makes room: lru or random.")] = "lru",
+    l2_mb: Annotated[
+        float | None,
+        typer.Option(help="L2 in MB of 2^20 bytes.", show_default="that of the GPU"),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="GPU.")] = "h200",
+    json: Json = False,
+    csv: Csv = False,
+    plot: Plot = None,
+) -> None:  # fmt: skip
+    """What the DRAM sees behind the L2, of all that enters and leaves the multiprocessors.
+
+    Each algorithm as it is, and the last once more with blocks that scan their inner loop by turns
+    forward and backward.
+    """
+    from . import cli
+
+    cli._check_output(json, csv, plot)
+    from . import checks
+    from .cost import cache as cost
+    from .cost.blocks import call
+    from .cost.devices import device as preset
+    from .cost.report import l2_report
+
+    gpu = preset(device)
+    problem: dict[str, Any] = {
+        "N": N, "d": d, "heads": heads, "kv_heads": kv_heads, "batch": batch, "dtype": dtype,
+        "is_causal": causal, "backward": backward, **_given_tiles(tiles),
+    }  # fmt: skip
+    what = {"problem": dict(problem), "layout": layout, "policy": policy, "jitter": jitter}
+    if layout is not None:
+        _, problem["block_mask"] = cli._layout(layout, (problem["Br"], problem["Bc"]), N, N)
+    names = list(dict.fromkeys(algorithm or ["standard", "flash1", "flash2"]))
+    once = {name: call(name, **problem).compulsory_read_bytes for name in names}
+    runs = {name: (name, "forward") for name in names}
+    turning = f"{names[-1]}, alternating"
+    runs[turning], once[turning] = (names[-1], "alternating"), once[names[-1]]
+    size = gpu.l2_bytes
+    if l2_mb is not None:
+        size = round(checks.number("--l2-mb", l2_mb, "a positive number of MB") * 2**20)
+        if size <= 0:
+            raise checks.bad("--l2-mb", l2_mb, "a positive number of MB")
+    sizes = [size] if plot is None else cost.sizes_around(size)
+    slots = None if blocks is None else blocks * gpu.sm_count
+    found: dict[str, list[DramCost]] = {run: [] for run in runs}
+    with cli._progress(len(runs) * len(sizes)) as on_step:
+        for run, (name, scan) in runs.items():
+            for l2_bytes in sizes:
+                on_step(f"{run}, L2 of {l2_bytes / 2**20:.3g} MB")
+                one = cost.dram_cost(
+                    name, device=gpu.key, l2_bytes=l2_bytes, slots=slots, policy=policy, scan=scan,
+                    jitter=jitter, **problem,
+                )  # fmt: skip
+                found[run].append(one)
+    if plot is not None:
+        from .cost.plots import dram_reads_over_l2
+
+        title = f"{gpu.name}: N = {N}, d = {d}, {batch} x {heads} heads, {dtype}, {policy}"
+        reads = {run: [one.read_bytes for one in all_sizes] for run, all_sizes in found.items()}
+        dram_reads_over_l2(plot, title, size, sizes, reads, max(once.values()))
+    what["l2_bytes"] = size
+    own = {run: all_sizes[sizes.index(size)] for run, all_sizes in found.items()}
+    cli._finish(l2_report(own, once, gpu, what), json, csv)
+
+
+def _given_tiles(text: str) -> dict[str, int]:
+    from . import cli
+
+    Br, Bc = cli._integers("tiles", text, "Br,Bc")
+    return {"Br": Br, "Bc": Bc}
