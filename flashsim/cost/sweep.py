@@ -28,6 +28,7 @@ from ..algorithms import ALGORITHMS
 from ..attention import Attention, attention
 from ..checks import choice
 from ..layouts import at_random, density
+from ..papers.published import published
 from .io import expected_cost, io_cost
 from .tiles import tile_sizes
 
@@ -59,8 +60,7 @@ LINE_TOLERANCE = 1e-6  # of slope and intercept, relative
 
 # Dao et al. 2022 (arXiv:2205.14135), Fig. 2 right: N = 4096, forward and backward, milliseconds at
 # DENSITIES, and those of dense FlashAttention.
-PUBLISHED_MS = (27.2, 43.4, 60.3, 81.1, 99.4, 117.0, 135.6, 155.6, 175.6)
-PUBLISHED_DENSE_MS = 188.4
+*PUBLISHED_MS, PUBLISHED_DENSE_MS = map(float, published("fa1-fig2-sparse-ms"))
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def densities(on_step: Callable[[str], None] = lambda what: None) -> list[Line]:
              "(1 + 3 s Tc) N d + (4 s Tc - 2) N", held),
         Line("forward and backward", "elements", tuple(kept), tuple(both),
              (two, 5 * N * d - 2 * N), "(5 + 7 s Tc) N d + (7 s Tc - 2) N", held),
-        Line("published", "ms", DENSITIES, PUBLISHED_MS, None, ""),
+        Line("published", "ms", DENSITIES, tuple(PUBLISHED_MS), None, ""),
     ]  # fmt: skip
 
 
