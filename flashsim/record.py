@@ -34,8 +34,8 @@ from typing import Any, NamedTuple, TypeGuard, overload
 import numpy as np
 
 from . import checks
-from .algorithms import ALGORITHMS
-from .attention import attention
+from .algorithms import ALGORITHMS, backward_of
+from .attention import Attention, attention
 from .checks import bad, bad_type
 from .masks import Mask
 from .memory import Event, Hbm, Machine, Traffic
@@ -318,6 +318,35 @@ def record_attention(
     return run
 
 
+def record_backward(out: Attention, do: Any, tiles: tuple[int, int] | None = None) -> Recording:
+    """Record `out.backward(do, tiles)`, the backward pass of one head.
+
+    Parameters
+    ----------
+    out : Attention
+        What `flashsim.attention` returned, or the `result` of `record_attention`.
+    do : array (N, dv)
+        Gradient of the output, in the shape and dtype of `out.output`.
+    tiles : (Br, Bc), optional
+        As for `Attention.backward`.
+
+    Returns
+    -------
+    Recording
+        Its `result` is (dq, dk, dv).
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `Attention.backward`, and if there is more than one head.
+    """
+    if math.prod(out.output.shape[:-2]) != 1:
+        raise bad("out.output.shape", out.output.shape, "one head, (N, dv)")
+    with recording(backward_of(out.algorithm, out.call.convention).run) as run:
+        run.result = out.backward(do, tiles)
+    return run
+
+
 def recording(fn: Callable[..., Any]) -> AbstractContextManager[Recording]:
     """Record `fn`, whoever calls it, while the context lasts.
 
@@ -550,18 +579,24 @@ class _Watcher(AbstractContextManager[Recording]):
 
 def _part(A: Hbm, where: str) -> Array | None:
     """A copy of the part of A that an event's text names, uncounted; None if it is no such text."""
-    try:
-        index = tuple(_index(part) for part in where.split(", "))
-    except ValueError:
+    index = index_of(where)
+    if index is None:
         return None
     part: Array = _copy(np.asarray(A.data[index]))
     return part
 
 
-def _index(text: str) -> int | slice:
-    if ":" not in text:
-        return int(text)
-    return slice(*(None if end == "None" else int(end) for end in text.split(":")))
+def index_of(where: str) -> tuple[int | slice, ...] | None:
+    """The index that an event's text stands for, as "0:4, 2"; None if it stands for none."""
+    try:
+        return tuple(
+            slice(*(None if end == "None" else int(end) for end in text.split(":")))
+            if ":" in text
+            else int(text)
+            for text in where.split(", ")
+        )
+    except ValueError:
+        return None
 
 
 class _Lines:

@@ -16,7 +16,7 @@ from flashsim.algorithms.flash2 import flash_attention_2
 from flashsim.dropout import Dropout
 from flashsim.masks import Mask
 from flashsim.memory import Machine, tiles
-from flashsim.record import record, record_attention, recording
+from flashsim.record import record, record_attention, record_backward, recording
 from strategies import VARIANTS, calls, tilings, variants
 
 each_algorithm = pytest.mark.parametrize("algorithm", dict.fromkeys(n for n, _ in VARIANTS))
@@ -425,6 +425,30 @@ def test_a_tool_id_is_found_beside_those_of_others_and_without_one_it_says_so():
     finally:
         for tool in taken:
             sys.monitoring.free_tool_id(tool)
+
+
+@pytest.mark.parametrize("algorithm", [n for n, row in ALGORITHMS.items() if row.backward])
+@pytest.mark.parametrize("convention", ["literal", "elided"])
+def test_a_recorded_backward_pass_has_the_bits_and_the_counts_of_an_ordinary_one(
+    algorithm, convention
+):
+    q, k, v = head()
+    options = {"algorithm": algorithm, "convention": convention, "tiles": (4, 2)}
+    if ALGORITHMS[algorithm].requires:
+        options["block_mask"] = np.eye(2, 4, dtype=bool)
+    out, plain = (fs.attention(q, k, v, **options) for _ in range(2))
+    run, gradients = record_backward(out, v, (2, 4)), plain.backward(v, (2, 4))
+    for a, b in zip(run.result, gradients, strict=True):
+        assert a.tobytes() == b.tobytes()
+    assert run[-1].traffic == out.traffic_backward == plain.traffic_backward
+    if algorithm != "standard-unfused":  # whose softmax is another module's, and one step
+        assert max(step.used_elements for step in run) == plain.sram_peak_backward_elements
+
+
+def test_a_backward_pass_of_several_heads_is_refused():
+    two = np.zeros((2, 4, 2), np.float32)
+    with pytest.raises(ValueError, match=r"out\.output\.shape=\(2, 4, 2\): expected one head"):
+        record_backward(fs.attention(two, two, two), two)
 
 
 def test_other_threads_are_not_recorded():

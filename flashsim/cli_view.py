@@ -1,0 +1,97 @@
+"""The command view: an algorithm, or one of its faults, as a page to step through."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def view(
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            "--algorithm", "-a", metavar="NAME", help="As for run.", show_default="flash2"
+        ),
+    ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The backward pass instead of the forward one.")
+    ] = False,
+    failure: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="FlashAttention-2 with a deliberate fault: skip-rescale, drop-tail, zero-pad, "
+            "forget-max, base-2-lse or dropout-by-tile, on its own input unless --N is given.",
+        ),
+    ] = None,
+    N: Annotated[
+        int | None, typer.Option("--N", "-N", help="Queries and keys.", show_default="16")
+    ] = None,
+    d: Annotated[
+        int | None, typer.Option("--d", "-d", help="Width of Q, K and V.", show_default="4")
+    ] = None,
+    tiles: Annotated[
+        str | None,
+        typer.Option(
+            metavar="Br,Bc",
+            help="Rows of a query and of a key tile.",
+            show_default="four tiles a side, or fitted to --sram",
+        ),
+    ] = None,
+    sram: Annotated[
+        int | None,
+        typer.Option(help="SRAM in elements.", show_default="what the tiles need"),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="As for run: keep only some blocks of the scores."),
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Mask the future.")] = False,
+    row: Annotated[
+        int | None,
+        typer.Option(
+            help="Query row to follow.", show_default="the one whose maximum rises most often"
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the numbers.", show_default="7")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to write.", show_default="NAME.html"),
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Write a page that steps through an algorithm: source, memory, traffic, values.
+
+    The page is one file and works offline.
+    """
+    from . import cli, failures, viewer
+
+    size = cli._tiles(tiles)
+    given = {"N": N, "d": d, "seed": seed}
+    numbers = {name: value for name, value in given.items() if value is not None}
+    if failure is not None:
+        others = {"algorithm": algorithm, "sram": sram, "layout": layout, "row": row}
+        for option, value in (*others.items(), ("backward", backward or None)):
+            if value is not None:
+                raise ValueError(f"--{option}: expected none, as --failure {failure} is given")
+        arrays = viewer.random_head(**numbers) if numbers else ()
+        name, page = failure, failures.show(failure, *arrays, tiles=size, is_causal=causal).view()
+    else:
+        name, colon, convention = (algorithm or "flash2").partition(":")
+        what: dict[str, Any] = {"convention": convention} if colon else {}
+        if layout is not None:
+            length = viewer.N if N is None else N
+            size, what["block_mask"] = cli._layout(layout, size, length, length)
+        page = viewer.view(
+            name, backward=backward, tiles=size, sram=sram, row=row, is_causal=causal,
+            **numbers, **what,
+        )  # fmt: skip
+        name += "-backward" * backward
+    path = page.save(f"{name}.html" if out is None else out)
+    steps, kilobytes = len(page.recording), path.stat().st_size / 1000
+    print(f"{path}: {page.title}, {steps} steps, {kilobytes:.0f} kB")
+    if open_:
+        webbrowser.open(path.absolute().as_uri())

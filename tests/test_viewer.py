@@ -1,0 +1,445 @@
+"""The viewer's page says what the recording says, for every algorithm; it is small, and alone."""
+
+from __future__ import annotations
+
+import base64
+import html
+import inspect
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashsim as fs
+from flashsim import failures
+from flashsim.online_softmax import merge, of_tile
+from flashsim.page_data import KINDS
+from flashsim.record import record, record_attention
+from flashsim.turns import rises_most, turns_of
+from flashsim.viewer import View, random_head, view
+from test_cli import invoke
+
+ALGORITHMS = fs.ALGORITHMS
+PASSES = [(name, False) for name in ALGORITHMS]
+PASSES += [(name, True) for name, row in ALGORITHMS.items() if row.backward]
+LADDER = [(name, backward) for name, backward in PASSES if ALGORITHMS[name].usual]
+
+each_pass = pytest.mark.parametrize("algorithm, backward", PASSES)
+
+
+class Page:
+    """A page, read back from its HTML by the rules that page.js goes by."""
+
+    def __init__(self, text):
+        found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
+        self.data = data = json.loads(found[1])
+        floats, self.arrays = np.frombuffer(base64.b64decode(data["values"]), "<f4"), []
+        for rows, *columns in data["shapes"]:
+            kept = min(columns[0], data["mostColumns"]) if columns else 1
+            x, floats = floats[: rows * kept], floats[rows * kept :]
+            self.arrays.append(x.reshape(rows, kept) if columns else x)
+        assert floats.size == 0
+
+    def names(self, name):
+        return self.data["names"][name]
+
+    def events(self, step):
+        for n in self.data["steps"][step][2]:
+            kind, name, elements, *region = self.data["events"][n]
+            yield KINDS[kind], self.names(name), elements, region
+
+    def changed(self, step):
+        """{name: (value, first row, first column)}."""
+        found = {}
+        for place, value, *_ in self.data["steps"][step][3]:
+            name, row, column, _ = self.data["places"][place]
+            x = value if isinstance(value, str) else self.arrays[value]
+            found[self.names(name)] = x, row, column
+        return found
+
+    def on_chip(self, step):
+        chip = self.data["chips"][self.data["steps"][step][4]]
+        return [(self.names(name), size) for name, size in (self.data["held"][n] for n in chip)]
+
+
+# --- the page says what the recording says --------------------------------------------------------
+
+
+@each_pass
+def test_steps_events_tiles_and_values_are_those_of_the_recording(algorithm, backward):
+    shown = view(algorithm, N=10, d=3, tiles=(4, 3), backward=backward)
+    run, page = shown.recording, Page(shown.html())
+    assert len(page.data["steps"]) == len(run)
+    reads = writes = 0
+    for step, (function, line, *_) in zip(run, page.data["steps"], strict=True):
+        name, first, texts = page.data["source"][function]
+        assert (name, line) == (step.function, step.line)
+        assert texts[line - first].strip().startswith(step.code.split("(")[0])
+        events = list(page.events(step.number))
+        assert [e[:3] for e in events] == [(e.kind, e.name, e.elements) for e in step.events]
+        reads += sum(e[2] for e in events if e[0] == "read")
+        writes += sum(e[2] for e in events if e[0] == "write")
+        assert (reads, writes) == (step.traffic.read_elements, step.traffic.written_elements)
+        assert page.on_chip(step.number) == [(h.name, h.elements) for h in step.resident]
+        changed = page.changed(step.number)
+        assert list(changed) == list(step.changed)
+        for name, x in step.changed.items():
+            if isinstance(x, np.ndarray):
+                assert np.float32(x).tobytes() == changed[name][0].tobytes()
+            elif isinstance(x, slice):
+                assert changed[name][0] == f"{x.start}:{x.stop}"
+    assert page.data["closedForm"] == reads + writes
+    assert page.data["budget"] >= max(step.used_elements for step in run)
+
+
+@each_pass
+def test_regions_of_reads_and_writes_add_up_to_what_they_cost(algorithm, backward):
+    page = Page(view(algorithm, N=10, d=3, tiles=(4, 3), backward=backward).html())
+    shapes = {page.names(name): shape for name, *shape, _ in page.data["hbm"]}
+    touched = {}
+    for step in range(len(page.data["steps"])):
+        for kind, name, elements, region in page.events(step):
+            if kind in ("read", "write"):
+                r0, r1, c0, c1 = region
+                assert elements == (r1 - r0) * (c1 - c0)
+                assert 0 <= r0 < r1 <= shapes[name][0]
+                assert 0 <= c0 < c1 <= shapes[name][1]
+                touched.setdefault(name, set()).update(range(r0, r1))
+            else:
+                assert region == []
+    assert all(len(touched[name]) == 10 for name in ("Q", "K", "V", "dQ" if backward else "O"))
+
+
+@each_pass
+def test_a_value_stands_at_its_place_in_the_whole_array(algorithm, backward):
+    """Of what is written to HBM, and of the tiles that are loaded from it, by their labels."""
+    shown = view(algorithm, N=10, d=3, tiles=(4, 3), backward=backward)
+    page = Page(shown.html())
+    whole = dict(zip("QKV", random_head(10, 3), strict=True))
+    checked = 0
+    for step in range(len(page.data["steps"])):
+        for name, (x, row, _) in page.changed(step).items():
+            if name[:-1] in whole and name[-1] in "ij" and row >= 0 and x.shape[1] == 3:
+                assert np.array_equal(x, whole[name[:-1]][row : row + len(x)])
+                checked += 1
+    assert checked or not any(name in ("Qi", "Kj", "Vj") for name in page.data["names"])
+
+
+def test_bytes_are_shown_where_the_budget_is_in_bytes():
+    shown = view("flash2", *random_head(8, 2), sram_bytes=400)
+    page = Page(shown.html())
+    assert (page.data["unit"], page.data["budget"]) == ("bytes", 400)
+    for step in shown.recording:
+        assert page.on_chip(step.number) == [(h.name, h.bytes) for h in step.resident]
+
+
+def test_a_wide_array_is_cut_and_its_shape_told():
+    q, k, v = random_head(64, 64)
+    shown = view("flash2", q, k, v, tiles=(8, 8), backward=True)
+    page = Page(shown.html())
+    assert 1 < page.data["mostColumns"] < 64
+    shapes = [shape for shape in page.data["shapes"] if len(shape) == 2]
+    assert max(columns for _, columns in shapes) == 64
+    for step in shown.recording[:40]:
+        for name, x in step.changed.items():
+            if isinstance(x, np.ndarray) and x.ndim == 2:
+                kept = x[:, : page.data["mostColumns"]]
+                assert np.array_equal(page.changed(step.number)[name][0], kept)
+
+
+def test_the_totals_to_compare_with_are_those_of_the_closed_forms():
+    shown = view("flash2", N=24, d=4, tiles=(8, 6), sram=400, is_causal=True)
+    what = {"N": 24, "d": 4, "is_causal": True, "sram": 400}
+    own = fs.io_cost("flash2", Br=8, Bc=6, **what)
+    assert shown.closed_form_elements == own.total_elements
+    assert shown.standard.total_elements == fs.io_cost("standard", **what).total_elements
+    back = view("flash2", N=24, d=4, tiles=(8, 6), sram=400, backward=True)
+    what = {"N": 24, "d": 4, "backward": True, "sram": 400}
+    assert back.standard.total_elements == fs.io_cost("standard", **what).total_elements
+    assert view("standard").standard is None  # it would be the same
+
+
+@each_pass
+def test_without_a_budget_the_chip_holds_the_tiles_and_no_more(algorithm, backward):
+    shown = view(algorithm, backward=backward)
+    used = max(step.used_elements for step in shown.recording)
+    assert used <= shown.recording.sram
+    if algorithm.startswith("flash"):
+        assert shown.recording.sram == used
+
+
+# --- the followed row -----------------------------------------------------------------------------
+
+
+@given(st.integers(0, 999), st.integers(1, 20), st.integers(1, 6), st.integers(1, 6))
+@settings(max_examples=25)
+def test_the_row_to_follow_is_the_one_whose_maximum_rises_most_often(seed, N, Br, Bc):
+    q, k, v = random_head(N, 3, seed)
+    S = q.astype(np.float64) @ k.T
+    maxima = [S[:, j : j + Bc].max(axis=1) for j in range(0, N, Bc)]
+    rises = (np.diff(np.maximum.accumulate(maxima), axis=0) > 0).sum(axis=0)
+    for algorithm in "flash1", "flash2":
+        run = record_attention(q, k, v, algorithm=algorithm, tiles=(Br, Bc))
+        assert rises_most(run) == rises.argmax()
+
+
+def test_no_row_is_followed_where_no_maximum_runs():
+    assert rises_most(record(plain, np.zeros(3))) == 0
+
+
+def plain(x):
+    x += 1
+    return x
+
+
+@pytest.mark.parametrize("algorithm", ["flash1", "flash2", "block_sparse"])
+def test_a_followed_row_has_the_states_of_online_softmax(algorithm):
+    q, k, v = random_head(10, 3)
+    options = {"block_mask": np.ones((3, 3), bool)} if algorithm == "block_sparse" else {}
+    shown = view(algorithm, q, k, v, tiles=(4, 4), **options)
+    page = Page(shown.html())
+    columns = page.data["columns"]
+    for row in range(10):
+        state = None
+        for first, stop, label, cells in page.data["turns"]:
+            if not first <= row < stop or not label.startswith("keys"):
+                continue
+            found = {columns[c]: page.arrays[x][row - first] for c, _, x, *_ in cells}
+            j = slice(*map(int, label.removeprefix("keys ").split(":")))
+            new = of_tile(q[row : row + 1] @ k[j].T / math.sqrt(3), v[j])
+            before, state = state, new if state is None else merge(state, new)
+            assert found["m_new"] == pytest.approx(state.m[0], rel=1e-5)
+            assert found["l"] == pytest.approx(state.l[0], rel=1e-5)
+            l = state.l[0] if algorithm != "flash2" else 1  # FlashAttention's O is normalised
+            assert found["O so far"] == pytest.approx(state.O[0] / l, rel=1e-4, abs=1e-6)
+            m_old = -np.inf if before is None else before.m[0]
+            assert found["m_old"] == pytest.approx(m_old, rel=1e-5)
+            assert found["factor"] == pytest.approx(np.exp(m_old - state.m[0]), rel=1e-5)
+        assert state is not None
+
+
+def test_a_followed_row_of_the_backward_pass_gathers_its_gradient():
+    shown = view("flash2", N=10, d=3, tiles=(4, 4), backward=True)
+    page, (dq, _, _) = Page(shown.html()), shown.recording.result
+    column = page.data["columns"].index("dQ so far")
+    for row in range(10):
+        rows = [
+            page.arrays[x][row - first]
+            for first, stop, _, cells in page.data["turns"]
+            if first <= row < stop
+            for c, _, x, *_ in cells
+            if c == column
+        ]
+        assert len(rows) == 3
+        assert np.array_equal(rows[-1], dq[row])
+
+
+def test_turns_name_the_keys_that_they_visit_and_what_comes_before_and_after():
+    run = view("flash2", N=8, d=2, tiles=(4, 4)).recording
+    assert [(turn.rows, turn.label) for turn in turns_of(run)] == [
+        (slice(first, first + 4), label)
+        for first in (0, 4)
+        for label in ("start", "keys 0:4", "keys 4:8", "end")
+    ]
+    run = view("flash2", N=8, d=2, tiles=(4, 4), backward=True).recording
+    assert [turn.label for turn in turns_of(run)][:3] == ["row_dots", "row_dots", "keys 0:4"]
+
+
+# --- the page is small, and alone -----------------------------------------------------------------
+
+
+@each_pass
+def test_a_page_of_64_rows_takes_less_than_300_kb(algorithm, backward):
+    assert len(view(algorithm, N=64, d=8, backward=backward).html().encode()) < 300_000
+
+
+@pytest.mark.parametrize("algorithm, backward", LADDER)
+def test_so_does_one_of_wide_rows_or_small_tiles(algorithm, backward):
+    for d, tiles in (64, (16, 16)), (16, (8, 8)):
+        page = view(algorithm, N=64, d=d, tiles=tiles, backward=backward).html()
+        assert len(page.encode()) < 300_000
+
+
+@each_pass
+def test_a_page_names_no_address(algorithm, backward):
+    page = view(algorithm, backward=backward).html()
+    assert "default-src 'none'" in page
+    page = page.replace(Page(page).data["values"], "")  # base64 may hold anything
+    assert not re.search(r"https?:|//[\w.]+/|\bsrc=|\bhref=|@import|url\(|fetch\(|XMLHttp", page)
+
+
+def test_text_of_any_kind_stays_text():
+    name = '</script><script>alert("{data}")</script>& /* script */'
+    run = view("flash2", N=4, d=2).recording
+    page = View(run, title=name, subtitle=name, note=name).html()
+    assert page.count("</script>") == 2
+    assert "<script>alert" not in page
+    assert [Page(page).data[x] for x in ("title", "subtitle", "note")] == [name] * 3
+
+
+def test_a_notebook_shows_each_page_in_a_frame_of_its_own():
+    shown = view("flash2", N=4, d=2)
+    frame = shown._repr_html_()
+    found = re.fullmatch(r'<iframe title="([^"]*)" style="[^"]*" srcdoc="([^"]*)"></iframe>', frame)
+    assert html.unescape(found[1]) == "FlashAttention-2, forward, step by step"
+    assert html.unescape(found[2]) == shown.html()
+
+
+def test_the_same_run_gives_the_same_page(tmp_path):
+    first, second = (view("flash1", N=6, d=2, backward=True) for _ in range(2))
+    assert first.html() == second.html()
+    assert first.save(tmp_path / "page.html").read_text("utf-8") == second.html()
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", failures.FAILURES)
+def test_a_fault_is_marked_from_where_it_acts(name):
+    shown = failures.show(name).view()
+    page = Page(shown.html())
+    (function, line, right), *others = page.data["rightLines"]
+    assert (function, others) == ("flash_attention_2", [])
+    assert right.strip().startswith(failures.FAILURES[name].old.partition(" ")[0]) or (
+        failures.FAILURES[name].old in right
+    )
+    marked = [n for n, step in enumerate(page.data["steps"]) if any(len(c) == 3 for c in step[3])]
+    assert marked
+    reached = next(step.number for step in shown.recording if step.line == line)
+    assert reached <= marked[0]
+
+
+@pytest.mark.parametrize("name", failures.FAILURES)
+def test_what_is_marked_differs_from_the_right_value_beside_it(name):
+    shown = failures.show(name).view()
+    page = Page(shown.html())
+    last = {}
+    for _, _, _, changed, _ in page.data["steps"]:
+        for place, value, *right in changed:
+            name_, row, *_ = page.data["places"][place]
+            last[page.names(name_), row] = page.arrays[right[0]] if right else None
+            if right:
+                assert not np.array_equal(page.arrays[value], page.arrays[right[0]])
+    result = "O" if failures.FAILURES[name].shows == "output" else "L"
+    comparison = failures.show(name)
+    for (written, row), right in last.items():
+        if written.startswith(f"{result}[") and right is not None:
+            assert np.array_equal(right, np.float32(comparison.right[row : row + len(right)]))
+            break
+    else:
+        pytest.fail("the result is not marked")
+
+
+def test_a_dropped_tail_spoils_what_is_written_and_no_turn_before_it():
+    page = Page(failures.show("drop-tail", *random_head(10, 4), tiles=(4, 4)).view().html())
+    marked = [
+        page.names(page.data["places"][place][0])
+        for step in page.data["steps"]
+        for place, _, *right in step[3]
+        if right
+    ]
+    assert marked == [f"{name}[{rows}]" for rows in ("0:4", "4:8", "8:10") for name in "OL"]
+
+
+def test_a_run_without_a_fault_has_no_marks():
+    page = Page(view("flash2").html())
+    assert page.data["rightLines"] == []
+    assert all(len(c) == 2 for step in page.data["steps"] for c in step[3])
+
+
+# --- what it takes and refuses --------------------------------------------------------------------
+
+
+def test_any_recording_can_be_shown_with_or_without_memory():
+    page = Page(View(record(plain, np.zeros(3))).html())
+    assert [step[1] for step in page.data["steps"]] == [
+        inspect.getsourcelines(plain)[1] + n for n in (1, 2)
+    ]
+    assert (page.data["hbm"], page.data["turns"], page.data["budget"]) == ([], [], None)
+
+
+def test_a_part_of_a_recording_is_refused():
+    run = view("flash2", N=4, d=2).recording
+    for part in run[3:], run[:0]:
+        with pytest.raises(ValueError, match="from its first step"):
+            View(part).html()
+
+
+def test_what_cannot_be_shown_is_refused_by_name():
+    with pytest.raises(ValueError, match="algorithm='flash9': expected one of"):
+        view("flash9")
+    with pytest.raises(ValueError, match="row=16: expected an integer of at least 0 and below 16"):
+        view(row=16)
+    with pytest.raises(TypeError, match="backward=1"):
+        view(backward=1)
+    two = np.zeros((2, 4, 2), np.float32)
+    with pytest.raises(ValueError, match="one head"):
+        view("flash2", two, two, two)
+    with pytest.raises(ValueError, match="sram=10"):
+        view(sram=10)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_writes_the_page_that_python_makes(tmp_path):
+    out = tmp_path / "page.html"
+    arguments = (
+        "-a",
+        "flash1:elided",
+        "--backward",
+        "--N",
+        8,
+        "--d",
+        2,
+        "--tiles",
+        "4,2",
+        "--row",
+        3,
+    )
+    result = invoke("view", *arguments, "--out", out, columns=200)
+    assert result.exit_code == 0
+    assert str(out) in result.stdout
+    expected = view("flash1", N=8, d=2, tiles=(4, 2), row=3, backward=True, convention="elided")
+    assert out.read_text("utf-8") == expected.html()
+
+
+def test_the_command_shows_a_fault_on_its_own_input_or_on_a_drawn_one(tmp_path):
+    out = tmp_path / "page.html"
+    assert invoke("view", "--failure", "drop-tail", "--out", out).exit_code == 0
+    assert out.read_text("utf-8") == failures.show("drop-tail").view().html()
+    drawn = "--N", 10, "--seed", 3, "--tiles", "4,4", "--causal"
+    assert invoke("view", "--failure", "drop-tail", *drawn, "--out", out).exit_code == 0
+    comparison = failures.show("drop-tail", *random_head(10, 4, 3), tiles=(4, 4), is_causal=True)
+    assert out.read_text("utf-8") == comparison.view().html()
+
+
+def test_the_command_opens_the_page_when_asked(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.chdir(tmp_path)
+    assert invoke("view", "--N", 4, "--open").exit_code == 0
+    assert opened == [(tmp_path / "flash2.html").as_uri()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--failure", "none"], "name='none': expected one of 'skip-rescale'"),
+        (["--failure", "zero-pad", "--backward"], "--backward: expected none, as --failure"),
+        (["--failure", "zero-pad", "-a", "flash2"], "--algorithm: expected none"),
+        (["-a", "flash2:strange"], "convention='strange'"),
+        (["--layout", "butterfly:9", "--tiles", "4,4"], "layout='butterfly:9'"),
+        (["--tiles", "4"], "--tiles 4: expected Br,Bc"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("view", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert list(tmp_path.iterdir()) == []

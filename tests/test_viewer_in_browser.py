@@ -1,0 +1,497 @@
+"""The viewer's page in a real browser: its controls do what they say, its numbers are the run's.
+
+Chromium is Debian's; Playwright drives it and downloads none of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+
+import numpy as np
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from flashsim import failures
+from flashsim.viewer import random_head, view
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs a Chromium: apt-get install --no-install-recommends chromium"
+)
+
+WIDE, NOTEBOOK, PHONE = (1440, 900), (900, 860), (360, 740)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens HTML; in the end no message may be in the console, and no request but for the page."""
+    contexts, messages, requests, files = [], [], [], itertools.count()
+
+    def open_(text, size=WIDE, **options):
+        width, height = size
+        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        context.set_default_timeout(5000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        file = tmp_path / f"{next(files)}.html"
+        file.write_text(text, "utf-8")
+        page.on("request", lambda r: None if r.url == file.as_uri() else requests.append(r.url))
+        page.goto(file.as_uri())
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert messages == []
+    assert [url for url in requests if url != "about:srcdoc"] == []
+
+
+@pytest.fixture(scope="module")
+def views():
+    names = "flash2", "flash1", "standard"
+    found = {(name, back): view(name, backward=back) for name in names for back in (False, True)}
+    found["flash1", False] = view("flash1", tiles=(4, 4), sram=200)  # more than it takes
+    return found | {("fault", False): failures.show("skip-rescale").view()}
+
+
+@pytest.fixture(scope="module")
+def forward(views):
+    return views["flash2", False]
+
+
+def position(page):
+    """The number of the step that is shown; slider and text must agree."""
+    text, value = page.inner_text("#position"), page.input_value("#slider")
+    assert text.split(" / ")[0] == value
+    assert page.inner_text("#did").startswith(f"Step {value}, line ")
+    return int(value)
+
+
+def go(page, step):
+    page.locator("#slider").fill(str(step))
+    assert position(page) == step
+
+
+def number(text):
+    """A number as the page writes it."""
+    text = text.replace("−", "-").replace("∞", "inf").replace(",", "").replace("≠", "")
+    return float(text)
+
+
+# --- the controls ---------------------------------------------------------------------------------
+
+
+def test_buttons_step_and_step_back_and_stop_at_the_ends(opened, forward):
+    page, last = opened(forward.html()), len(forward.recording) - 1
+    step = page.get_by_role("button", name="Step", exact=True)
+    back = page.get_by_role("button", name="Step back")
+    assert position(page) == 0
+    back.click(force=True)  # it says that it is disabled, and keeps the focus
+    assert position(page) == 0
+    for n in range(1, 4):
+        step.click()
+        assert position(page) == n
+    back.click()
+    assert position(page) == 2
+    go(page, last)
+    step.click(force=True)
+    assert position(page) == last
+
+
+def test_keys_do_what_the_help_says(opened, forward):
+    page, last = opened(forward.html()), len(forward.recording) - 1
+    for key, expected in [
+        ("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", last), ("ArrowRight", last),
+        ("ArrowLeft", last - 1), ("Home", 0), ("ArrowLeft", 0),
+    ]:  # fmt: skip
+        page.keyboard.press(key)
+        assert position(page) == expected
+    page.focus("#slider")  # where the keys are the slider's own, and must count once
+    for key, expected in ("ArrowRight", 1), ("End", last), ("Home", 0):
+        page.keyboard.press(key)
+        assert position(page) == expected
+    page.focus("#followed")  # where they edit a number
+    page.keyboard.press("ArrowRight")
+    assert position(page) == 0
+    page.focus("#forward")
+    page.keyboard.press(" ")
+    assert position(page) == 1
+    assert page.get_by_role("button", name="Play").is_visible()
+
+
+def test_the_slider_goes_to_any_step(opened, forward):
+    page, last = opened(forward.html()), len(forward.recording) - 1
+    assert page.get_attribute("#slider", "max") == str(last)
+    for step in 7, last, 0, 99:
+        go(page, step)
+    line = forward.recording[99].line
+    assert page.get_attribute("#slider", "aria-valuetext") == f"step 99 of {last}, line {line}"
+
+
+def test_play_runs_at_its_speed_pauses_and_ends_at_the_last_step(opened, forward):
+    page, last = opened(forward.html()), len(forward.recording) - 1
+    page.clock.install(time=0)
+    page.clock.pause_at(1000)  # only `run_for` moves it
+    page.select_option("#speed", label="2 a second")
+    page.get_by_role("button", name="Play").click()
+    page.clock.run_for(2100)
+    assert position(page) == 4
+    assert page.get_attribute("#did", "aria-live") == "off"
+    page.keyboard.press("ArrowRight")  # stepping pauses
+    page.clock.run_for(2000)
+    assert position(page) == 5
+    assert page.get_attribute("#did", "aria-live") == "polite"
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press(" ")
+    page.clock.run_for(600)
+    page.get_by_role("button", name="Pause").click()
+    page.clock.run_for(2000)
+    assert position(page) == 6
+    go(page, last - 2)
+    page.select_option("#speed", label="20 a second")
+    page.get_by_role("button", name="Play").click()
+    page.clock.run_for(1000)
+    assert position(page) == last
+    page.get_by_role("button", name="Play").click()  # from the start again
+    page.clock.run_for(120)
+    assert position(page) == 2
+
+
+def test_a_swipe_over_the_source_steps(opened, forward):
+    page = opened(forward.html(), PHONE, has_touch=True)
+    box = page.locator("#source").bounding_box()
+    client = page.context.new_cdp_session(page)
+
+    def swipe(x, y, dx, dy):
+        for kind, points in (
+            ("touchStart", [{"x": x, "y": y}]),
+            ("touchMove", [{"x": x + dx, "y": y + dy}]),
+            ("touchEnd", []),
+        ):
+            client.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    x, y = box["x"] + box["width"] / 2, box["y"] + 60
+    swipe(x, y, -90, 5)
+    expect(page.locator("#position")).to_contain_text("1 /")
+    swipe(x, y, -90, 5)
+    swipe(x, y, 90, -5)
+    expect(page.locator("#position")).to_contain_text("1 /")
+    swipe(x, y, 10, -80)  # a scroll is none, nor is what goes both ways
+    swipe(x, y, 60, -50)
+    swipe(x, y, -20, 0)
+    assert position(page) == 1
+
+
+def test_a_row_is_followed_by_its_number_or_by_a_click_on_the_map(opened, forward):
+    page = opened(forward.html())
+    go(page, len(forward.recording) - 1)
+    assert page.input_value("#followed") == str(forward.row)
+
+    def final():
+        return number(page.locator("#turns tbody tr").last.locator("td").last.inner_text())
+
+    lse = forward.recording.result.lse
+    assert final() == pytest.approx(lse[forward.row], rel=1e-3)
+    for wanted, row in (9, 9), (99, 15), (-3, 0):
+        page.fill("#followed", str(wanted))
+        page.press("#followed", "Enter")
+        assert page.input_value("#followed") == str(row)
+        assert final() == pytest.approx(lse[row], rel=1e-3)
+    canvas = page.locator("#map-read canvas").first
+    height = canvas.bounding_box()["height"]
+    canvas.click(position={"x": 20, "y": height * 12.5 / 16})
+    assert page.input_value("#followed") == "12"
+    assert final() == pytest.approx(lse[12], rel=1e-3)
+
+
+# --- what it shows --------------------------------------------------------------------------------
+
+
+SHOWN = """() => {
+  const all = (selector, of = document) => [...of.querySelectorAll(selector)];
+  const texts = (selector, of) => all(selector, of).map((x) => x.innerText);
+  return {
+    current: texts("[aria-current=step] span"),
+    traffic: texts("#traffic .bar"),
+    used: document.getElementById("used").innerText,
+    tiles: texts("#tiles li"),
+    loads: replay(k).loads.map((e) => D.names[e.name]),
+    widths: all("#sram span").map((x) => parseFloat(x.style.width)),
+    read: texts("#map-read figcaption"),
+    write: texts("#map-write figcaption"),
+    values: all("#changed .value").map((x) => ({
+      name: x.querySelector("code").innerText,
+      exact: all("td[title]", x).map((cell) => cell.title),
+      rounded: texts("td[title]", x),
+    })),
+  };
+}"""
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("algorithm", ["flash2", "flash1", "standard"])
+def test_what_the_page_shows_is_what_was_recorded(opened, views, algorithm, backward):
+    shown = views[algorithm, backward]
+    run, page = shown.recording, opened(shown.html())
+    last = len(run) - 1
+    for n in sorted({0, 1, 5, last // 3, last // 2, last - 1, last}):
+        go(page, n)
+        step, traffic, found = run[n], run[n].traffic, page.evaluate(SHOWN)
+        assert found["current"] == [str(step.line), run.source[step.function][step.line]]
+        so_far, *standard = (text.replace(",", "") for text in found["traffic"])
+        assert f"{traffic.read_elements} read + {traffic.written_elements} written" in so_far
+        assert f"= {traffic.total_elements}" in so_far
+        if algorithm == "standard":
+            assert standard == []
+        else:
+            assert f"= {shown.standard.total_elements}" in standard[0]
+        assert found["used"].replace(",", "") == (f"{step.used_elements} of {run.sram:g} elements")
+        assert found["tiles"] == [f"{h.name} {h.elements}" for h in step.resident]
+        loaded = [h.name for h in step.resident if h.name in run.hbm]
+        assert sorted(found["loads"]) == sorted(loaded)
+        shares = [100 * h.elements / run.sram for h in step.resident]
+        assert found["widths"] == pytest.approx(shares, rel=1e-4)
+        for kind, counts in ("read", traffic.reads), ("write", traffic.writes):
+            captions = dict(caption.split() for caption in found[kind])
+            assert {name: number(x) for name, x in captions.items() if x != "0"} == {
+                name: x for name, x in counts.items() if x
+            }
+        assert [value["name"] for value in found["values"]] == list(step.changed)
+        for x, value in zip(step.changed.values(), found["values"], strict=True):
+            if isinstance(x, np.ndarray):
+                exact = np.array(value["exact"], np.float32)
+                assert exact.tobytes() == np.float32(x).tobytes()
+                rounded = [number(text) for text in value["rounded"]]
+                assert rounded == pytest.approx(np.float64(x).ravel(), rel=6e-3, nan_ok=True)
+
+
+def test_the_map_says_how_often_a_row_was_read(opened, forward):
+    page = opened(forward.html())
+    go(page, len(forward.recording) - 1)
+    labels = page.eval_on_selector_all("#map-read canvas", "c => c.map(x => x.ariaLabel)")
+    assert labels == [
+        "Q, 16 by 4: read at most 1 times a row so far, 64 elements",
+        "K, 16 by 4: read at most 4 times a row so far, 256 elements",
+        "V, 16 by 4: read at most 4 times a row so far, 256 elements",
+    ]
+    assert page.evaluate("panels.map(p => [...new Set(p.counts)])") == [[1], [4], [4], [1], [1]]
+
+
+def test_changed_numbers_are_marked_and_only_they(opened, forward):
+    page, run = opened(forward.html()), forward.recording
+    step = next(
+        s for s in run[40:]
+        if "m_new" in s.changed and 0 < (s.changed["m_new"] > s.locals["mi"]).sum() < 4
+    )  # fmt: skip
+    go(page, step.number)
+    marked = page.locator("#changed td").evaluate_all(
+        "cells => cells.map(cell => cell.classList.contains('new-value'))"
+    )
+    before = next(s.changed["m_new"] for s in reversed(run[: step.number]) if "m_new" in s.changed)
+    assert marked == (step.changed["m_new"] != before).tolist()
+    for name, column in ("m_new", "m_new"), ("mi", "m_new"), ("li", "l"), ("Oi", "O so far"):
+        step = next(s for s in run[20:] if name in s.changed)
+        go(page, step.number)
+        cells = page.locator("#turns tr.mine td").evaluate_all(
+            "cells => cells.map(cell => cell.classList.contains('new-value'))"
+        )
+        heads = page.locator("#turns thead th").all_inner_texts()[1:]
+        assert column in [head for head, new in zip(heads, cells, strict=True) if new]
+
+
+def test_a_fault_shows_the_wrong_value_beside_the_right_one(opened, views):
+    shown = views["fault", False]
+    comparison = failures.show("skip-rescale")
+    page, run = opened(shown.html()), shown.recording
+    assert page.is_visible("#note")
+    assert "31.7766" in page.inner_text("#note")
+    assert page.locator(".line.fault").count() == 1
+    written = next(step.number for step in run if "O[0:1]" in step.changed)
+    go(page, written)
+    cell = page.locator("#changed td.wrong")
+    wrong, right = cell.inner_text().split("right")
+    assert number(wrong) == pytest.approx(comparison.wrong[0, 0], rel=1e-3)
+    assert number(right) == pytest.approx(comparison.right[0, 0], rel=1e-3)
+    go(page, 3)
+    assert page.locator(".wrong").count() == 0
+
+
+def test_of_a_faulty_array_the_wrong_numbers_alone_are_marked(opened):
+    comparison = failures.show("skip-rescale", *random_head(8, 2, 3), tiles=(8, 4))
+    differs = ~np.isclose(comparison.wrong, comparison.right, rtol=1e-5, atol=0)
+    assert 0 < differs.sum() < differs.size
+    shown = comparison.view()
+    page = opened(shown.html())
+    go(page, next(step.number for step in shown.recording if "O[0:8]" in step.changed))
+    marked = page.locator("#changed td[title]").evaluate_all(
+        "cells => cells.map(cell => cell.classList.contains('wrong'))"
+    )
+    assert marked == differs.ravel().tolist()
+
+
+# --- in any place ---------------------------------------------------------------------------------
+
+
+OUTSIDE = """[...document.querySelectorAll("button, input, select, h1, h2, p, canvas, .line")]
+  .filter((x) => x.offsetParent && !x.closest(".scroll"))
+  .map((x) => [x.getBoundingClientRect(), x.outerHTML.slice(0, 60)])
+  .filter(([box]) => box.left < 0 || box.right > innerWidth)
+  .map(([, what]) => what)"""
+
+
+@pytest.mark.parametrize(
+    "which",
+    [("flash2", True), ("standard", False), ("fault", False)],
+    ids=["backward", "standard", "fault"],
+)
+def test_nothing_is_cut_off_at_any_width(opened, views, which):
+    page, last = opened(views[which].html()), len(views[which].recording) - 1
+    for width, height in PHONE, NOTEBOOK, WIDE:
+        page.set_viewport_size({"width": width, "height": height})
+        for step in 0, last // 2, last:
+            go(page, step)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate("$('source').scrollWidth <= $('source').clientWidth")
+            assert page.evaluate(OUTSIDE) == []
+
+
+def test_on_a_phone_the_controls_stay_in_reach_and_are_large(opened, forward):
+    page = opened(forward.html(), PHONE, has_touch=True)
+    page.mouse.wheel(0, 900)
+    for name in "back", "play", "forward":
+        box = page.locator(f"#{name}").bounding_box()
+        assert box["y"] + box["height"] <= PHONE[1]
+        assert min(box["width"], box["height"]) >= 44
+
+
+def test_pages_in_one_notebook_do_not_meet(opened, views):
+    frames = [views["flash2", back]._repr_html_() for back in (False, True)]
+    page = opened(f"<!doctype html><title>two</title>{frames[0]}{frames[1]}")
+    first, second = page.frames[1:]
+    first.wait_for_function("document.getElementById('position').textContent")
+    second.wait_for_function("document.getElementById('position').textContent")
+    first.click("#forward")
+    first.click("#forward")
+    second.click("#forward")
+    assert (position(first), position(second)) == (2, 1)
+    page.keyboard.press("End")  # goes to where the focus is
+    assert (position(first), position(second)) == (2, len(views["flash2", True].recording) - 1)
+    assert first.inner_text("h1") == "FlashAttention-2, forward"
+    assert second.inner_text("h1") == "FlashAttention-2, backward"
+
+
+CONTRASTS = """() => {
+  const luminance = (rgb) => rgb.map((x) => x / 255)
+    .map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, x, n) => sum + x * [0.2126, 0.7152, 0.0722][n], 0);
+  const paper = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const over = (colours) => { // as they lie on one another
+    paper.clearRect(0, 0, 1, 1);
+    for (const colour of colours) (paper.fillStyle = colour), paper.fillRect(0, 0, 1, 1);
+    return [...paper.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const found = [];
+  for (const x of document.querySelectorAll("body *")) {
+    const own = [...x.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !x.offsetParent || x.closest("script, option")) continue;
+    const behind = [];
+    for (let y = x; y; y = y.parentElement) behind.unshift(getComputedStyle(y).backgroundColor);
+    const [a, b] = [over([...behind, getComputedStyle(x).color]), over(behind)].map(luminance);
+    found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), x.outerHTML.slice(0, 60)]);
+  }
+  return found;
+}"""
+
+
+def test_every_text_has_contrast(opened, views):
+    """4.5 to 1, WCAG 2.2's criterion 1.4.3."""
+    for shown in views["flash2", True], views["fault", False]:
+        page = opened(shown.html())
+        page.click("summary")
+        for scheme in "light", "dark":
+            page.emulate_media(color_scheme=scheme)
+            for step in 5, 20:
+                go(page, step)
+                contrasts = page.evaluate(CONTRASTS)
+                assert len(contrasts) > 50
+                assert [(ratio, text) for ratio, text in contrasts if ratio < 4.5] == []
+
+
+def test_dark_and_light_follow_the_system_and_redraw_the_map(opened, forward):
+    page = opened(forward.html(), color_scheme="light")
+    go(page, 30)
+    seen = []
+    for scheme in "light", "dark", "light":
+        page.emulate_media(color_scheme=scheme)
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        bright = sum(map(int, re.findall(r"\d+", colour)))
+        assert bright > 600 if scheme == "light" else bright < 150
+        seen.append(page.evaluate("document.querySelector('canvas').toDataURL()"))
+    assert seen[0] == seen[2] != seen[1]
+
+
+FOCUS = """(() => {
+  const x = document.activeElement, style = getComputedStyle(x);
+  return [x.id || x.tagName, style.outlineStyle, parseFloat(style.outlineWidth)];
+})()"""
+
+
+def test_every_control_has_a_name_a_role_and_a_place_in_the_tab_order(opened, forward):
+    page = opened(forward.html())
+    tree = page.locator("body").aria_snapshot()
+    for line in (
+        'heading "FlashAttention-2, forward"', 'group "Playback"', 'button "Step back"',
+        'button "Play"', 'button "Step"', 'slider "Step number"', 'combobox "Speed"',
+        'spinbutton "Query row to follow"', 'img "On chip: 0 of 88 elements"',
+        'heading "Changed by this step"', 'columnheader "m_new"', 'rowheader "keys 0:4"',
+    ):  # fmt: skip
+        assert line in tree
+    reached = []
+    for _ in range(9):
+        page.keyboard.press("Tab")
+        name, style, width = page.evaluate(FOCUS)
+        reached.append(name)
+        assert style != "none"
+        assert width >= 2
+    assert reached == [
+        "SUMMARY", "back", "play", "forward", "slider", "speed", "source", "followed", "turns",
+    ]  # fmt: skip
+    ids = page.eval_on_selector_all("[id]", "all => all.map((x) => x.id)")
+    assert len(ids) == len(set(ids))
+
+
+def test_nothing_moves_by_itself(opened, forward):
+    page = opened(forward.html(), reduced_motion="reduce")
+    go(page, 30)
+    assert page.evaluate("document.getAnimations().length") == 0
+    page.wait_for_timeout(300)
+    assert position(page) == 30
+
+
+def test_without_memory_there_is_source_and_values(opened):
+    from flashsim.record import record
+    from flashsim.viewer import View
+
+    page = opened(View(record(doubled, np.arange(3.0))).html())
+    assert not page.is_visible("#memory")
+    assert not page.is_visible("#row")
+    assert page.locator("#changed td").all_inner_texts() == ["0", "2", "4"]
+
+
+def doubled(x):
+    x *= 2
+    return x
