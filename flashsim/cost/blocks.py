@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..algorithms import ALGORITHMS, SHAPES
+from ..algorithms import ALGORITHMS, SHAPES, backward_of
 from ..checks import ALIGNMENTS, bad, choice, clamped, flag, integer, window_sides
 from ..masks import Mask, band
 from ..memory import widened
