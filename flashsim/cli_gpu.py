@@ -12,7 +12,9 @@ def bench(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="B,H,N,d", help="May be repeated.", show_default="4,16,4096,64 2,16,4096,128"
+            metavar="B,H,N,d",
+            help="May be repeated.",
+            show_default="4,16,4096,64 2,16,4096,128, and decoding",
         ),
     ] = None,
     algorithm: Annotated[
@@ -22,7 +24,8 @@ def bench(
             "-a",
             metavar="NAME",
             show_default="all",
-            help="standard, flash1 or flash2. May be repeated.",
+            help="standard, flash1, flash2, flash2-two-kernel (a backward pass), block_sparse or "
+            "split_kv. May be repeated.",
         ),
     ] = None,
     counters: Annotated[
@@ -34,6 +37,10 @@ def bench(
     peers: Annotated[
         bool, typer.Option(help="Time PyTorch's attention too, if it is installed.")
     ] = True,
+    commit: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What is measured, where git cannot say it."),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the data set, for compare.")
     ] = None,
@@ -41,7 +48,7 @@ def bench(
     """Time the kernels on this GPU over their tiles, with and without their arithmetic."""
     from . import checks, cli, tables
     from .measure import bench as bench_module
-    from .measure.cases import STEPS, USUAL_SHAPES, Shape, usual
+    from .measure.cases import STEPS, Shape, usual
     from .measure.report import bench_report
 
     shapes: list[Shape] = []
@@ -51,17 +58,19 @@ def bench(
             checks.integer(f"shape: {name}", value, 1)
         shapes.append((batch, heads, N, d))
     for name in algorithm or []:
-        checks.choice("algorithm", name, STEPS)
+        checks.choice("algorithm", name, dict.fromkeys(name for name, _ in STEPS))
     if json is not None and not json.absolute().parent.is_dir():
         raise ValueError(f"--json {json}: expected a file in a folder that exists")
     cases = [
         case
-        for case in usual(tuple(shapes) or USUAL_SHAPES)
+        for case in usual(tuple(shapes) or None)
         if not algorithm or case.algorithm in algorithm
     ]
     bench_module.require_gpu()
-    with cli._progress(len(cases)) as on_step:
-        data = bench_module.bench(cases, count=counters, flush=flush, peers=peers, on_step=on_step)
+    with cli._progress(bench_module.stages(cases, counters)) as on_step:
+        data = bench_module.bench(
+            cases, count=counters, flush=flush, peers=peers, commit=commit, on_step=on_step
+        )
     if json is not None:
         bench_module.write(data, json)
     tables.write_table(bench_report(data))

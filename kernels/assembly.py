@@ -8,47 +8,80 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from . import flash1, flash2, flash2_backward, gpu, launch, masks, split_kv, standard
+from . import (
+    flash1,
+    flash1_backward,
+    flash2,
+    flash2_backward,
+    flash2_two_kernels,
+    gpu,
+    launch,
+    load_only,
+    masks,
+    split_kv,
+    standard,
+)
 from .gpu import types
 from .tiles import Tile, tile_for
 
 ROOM = 227 * 1024  # bytes of shared memory a block may have on compute capability 9.0
-NAMES = ("flash2", "flash1", "scores", "softmax", "values", "split", "merge", "D", "dKdV", "dQ")
+# Of each kernel, the row of the registry whose default tiles it takes.
+FORWARD = {
+    "flash2": "flash2",
+    "flash1": "flash1",
+    "scores": "standard",
+    "softmax": "standard",
+    "values": "standard",
+    "split": "split_kv",
+    "merge": "split_kv",
+    "load_only flash2": "flash2",
+    "load_only flash1": "flash1",
+}
+BACKWARD = {
+    "D": "flash2",
+    "flash2_backward": "flash2",
+    "dKdV": "flash2-two-kernel",
+    "dQ": "flash2-two-kernel",
+    "flash1_backward": "flash1",
+}
+NAMES = (*FORWARD, *BACKWARD)
 
 
 def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, Tile]:
     """A kernel with its default tile, and the Numba types of contiguous arguments."""
     stored = types.float32 if f.dtype == "float32" else types.uint16
     A, F = (types.Array(t, 4, "C") for t in (stored, types.float32))
-    L, R = types.Array(types.float32, 3, "C"), masks.rule_types(f)
-    algorithm = {"scores": "standard", "values": "standard", "split": "split_kv"}.get(name, name)
-    if name in ("D", "dKdV", "dQ"):
-        algorithm = "flash2_backward"
-    elif name in ("softmax", "merge"):
-        algorithm = "standard"
-    results = 2 if algorithm == "flash2_backward" else 1
-    tile = tile_for(*launch.default_tiles(algorithm, d, ROOM), d, results=results)
-    rows = gpu.ROW_THREADS
-    if name == "flash2":
-        return flash2.flash_attention_2(tile, f), (A, A, A, A, L, types.int64, *R), tile
-    if name == "flash1":
-        return flash1.flash_attention_1(tile, f), (A, A, A, F, L, L, *R), tile
-    if name == "scores":
-        return standard.scores(tile, f), (A, A, F, *R), tile
-    if name == "softmax":
-        return standard.softmax(rows, True), (F, F, L), tile
-    if name == "values":
-        return standard.values(tile, f), (F, A, A, *R), tile
-    if name == "split":
-        f = dataclasses.replace(f, output="float32")
-        return flash2.flash_attention_2(tile, f), (A, A, A, F, L, types.int64, *R), tile
-    if name == "merge":
-        return split_kv.merge(8, rows, f.dtype), (F, L, A, L), tile
-    if name == "D":
-        return flash2_backward.row_dots(32, d, rows, f.dtype), (A, A, L), tile
-    if name == "dKdV":
-        return flash2_backward.keys_and_values(tile, f), (A, A, A, A, L, L, A, A, *R), tile
-    return flash2_backward.queries(tile, f), (A, A, A, A, L, L, A, *R), tile
+    L, R, i = types.Array(types.float32, 3, "C"), masks.rule_types(f), types.int64
+    back = name in BACKWARD
+    row = launch.BACKWARD[BACKWARD[name]] if back else launch.KERNELS[FORWARD[name]]
+    tile = tile_for(*launch.default_tiles(row, d, ROOM), d, results=row.results)
+    rows, partial = gpu.ROW_THREADS, dataclasses.replace(f, output="float32")
+    make, signature = {
+        "flash2": (lambda: flash2.flash_attention_2(tile, f), (A, A, A, A, L, i, *R)),
+        "flash1": (lambda: flash1.flash_attention_1(tile, f), (A, A, A, F, L, L, *R)),
+        "scores": (lambda: standard.scores(tile, f), (A, A, F, *R)),
+        "softmax": (lambda: standard.softmax(rows, True), (F, F, L)),
+        "values": (lambda: standard.values(tile, f), (F, A, A, *R)),
+        "split": (lambda: flash2.flash_attention_2(tile, partial), (A, A, A, F, L, i, *R)),
+        "merge": (lambda: split_kv.merge(8, rows, f.dtype), (F, L, A, L)),
+        "load_only flash2": (lambda: load_only.load_only_2(tile, f), (A, A, A, A, L, i, *R)),
+        "load_only flash1": (lambda: load_only.load_only_1(tile, f), (A, A, A, F, L, L, *R)),
+        "D": (lambda: flash2_backward.row_dots(32, d, rows, f.dtype), (A, A, L)),
+        "flash2_backward": (
+            lambda: flash2_backward.flash_attention_2_backward(tile.swapped, f),
+            (A, A, A, A, L, L, F, A, A, *R),
+        ),
+        "dKdV": (
+            lambda: flash2_two_kernels.keys_and_values(tile.swapped, f),
+            (A, A, A, A, L, L, A, A, *R),
+        ),
+        "dQ": (lambda: flash2_two_kernels.queries(tile, f), (A, A, A, A, L, L, A, *R)),
+        "flash1_backward": (
+            lambda: flash1_backward.flash_attention_1_backward(tile.swapped, f),
+            (A, A, A, A, L, L, A, F, A, A, *R),
+        ),
+    }[name]
+    return make(), signature, tile
 
 
 def report(name: str, d: int, arch: str, **features: Any) -> dict[str, int]:

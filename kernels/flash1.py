@@ -57,7 +57,7 @@ def flash_attention_1(tile: Tile, f: Features) -> Any:
     QKt, PV, weigh = tiles.rows_by_rows(tile), tiles.rows_by_columns(tile), tiles.weigh(tile)
     visited, full, counts = masks.visited(Br, Bc, f), masks.full(Br, Bc, f), masks.counts(f)
 
-    @kernel
+    @kernel(threads)
     def flash1(Q, K, V, O, l, m, keys, mask, layout, lo, hi, scale, group, seed, threshold, factor):
         sm = cuda.shared.array(0, float32)
         tid = int32(cuda.threadIdx.x)
@@ -197,7 +197,7 @@ def finish(dtype: str, threads: int) -> Any:
     """
     cast, ln2, to_stored = dtype != "float32", 1 / LOG2E, narrow(dtype)
 
-    @kernel
+    @kernel(threads)
     def finish1(O, l, m, L, rounded):
         Nq = O.shape[2]
         i, bh = cuda.blockIdx.x % Nq, cuda.blockIdx.x // Nq

@@ -53,7 +53,7 @@ def flash_attention_2(tile: Tile, f: Features) -> Any:
     )
     visited, full, counts = masks.visited(Br, Bc, f), masks.full(Br, Bc, f), masks.counts(f)
 
-    @kernel
+    @kernel(threads)
     def flash2(
         Q, K, V, O, L, span, keys, mask, layout, lo, hi, scale, group, seed, threshold, factor
     ):  # fmt: skip

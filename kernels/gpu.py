@@ -1,4 +1,4 @@
-"""The one module that touches numba.cuda: what a kernel is written with, and how it is launched.
+"""What a kernel is written with, and how it is launched: with cache, all that touches numba.cuda.
 
 With NUMBA_ENABLE_CUDASIM=1 in the environment before the first import, the same kernels run in
 Numba's simulator, thread by thread in Python, on NumPy arrays.
@@ -6,6 +6,8 @@ Numba's simulator, thread by thread in Python, on NumPy arrays.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
 from functools import cache
 from typing import Any
@@ -23,21 +25,26 @@ __all__ = [
     "ROW_THREADS",
     "SIMULATED",
     "SharedMemoryError",
+    "add",
     "available",
     "compiled",
     "cuda",
     "device",
     "exp2",
     "float32",
+    "in_fours",
     "int32",
     "kernel",
     "launch",
     "load",
     "load4",
+    "load_four",
     "log",
     "multiprocessors",
     "narrow",
     "shared_memory_bytes",
+    "store4",
+    "store_four",
     "types",
     "uint32",
     "uint64",
@@ -50,7 +57,26 @@ ROW_THREADS = 8 if SIMULATED else 256  # of a block that works on one row, or on
 # A helper is inlined into the kernel that calls it, so that arrays passed to it stay in registers,
 # and so that a kernel compiles without a GPU.
 device = cuda.jit(device=True, inline="always")
-kernel = cuda.jit
+
+
+def kernel(threads: int) -> Any:
+    """The decorator of a kernel that is launched with so many threads a block.
+
+    The assembler must know: for want of it, it saves registers and keeps fewer loads under way.
+    Once compiled, a kernel is kept on disk (see cache).
+    """
+
+    def decorate(function: Any) -> Any:
+        if SIMULATED:
+            return cuda.jit(function)
+        from .cache import KernelCache
+
+        made = cuda.jit(launch_bounds=threads)(function)
+        with contextlib.suppress(RuntimeError):  # there is no folder to keep it in
+            made._cache = KernelCache(function, threads)
+        return made
+
+    return decorate
 
 
 class SharedMemoryError(ValueError):
@@ -58,14 +84,37 @@ class SharedMemoryError(ValueError):
 
 
 if SIMULATED:
+    _adding = threading.Lock()
 
     def load(A: Any, i: Any, j: Any) -> Any:
         """A[i, j] from L2: it does not enter L1, so an element costs what the model says."""
         return A[i, j]
 
+    def in_fours(A: Any) -> bool:
+        """Whether rows of a float32 matrix start at multiples of 16 bytes, for load_four."""
+        return bool(A.shape[1] % 4 == 0)
+
+    def load_four(A: Any, i: Any, j: Any) -> Any:
+        """A[i, j : j + 4] of float32 in one instruction, from L2; j is a multiple of 4."""
+        return A[i, j], A[i, j + 1], A[i, j + 2], A[i, j + 3]
+
+    def store_four(A: Any, i: Any, j: Any, four: Any) -> None:
+        """A[i, j : j + 4] = four, in one instruction; j is a multiple of 4."""
+        for u in range(4):
+            A[i, j + u] = four[u]
+
+    def add(A: Any, i: Any, j: Any, x: Any) -> None:
+        """A[i, j] += x, whoever else adds to it at the same time; in which order is left open."""
+        with _adding:
+            A[i, j] += x
+
     def load4(sm: Any, i: Any) -> Any:
         """Four consecutive floats of shared memory; i is a multiple of 4."""
         return sm[i], sm[i + 1], sm[i + 2], sm[i + 3]
+
+    def store4(sm: Any, i: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+        """Four consecutive floats of shared memory become these; i is a multiple of 4."""
+        sm[i], sm[i + 1], sm[i + 2], sm[i + 3] = a, b, c, d
 
     def exp2(x: Any) -> Any:
         """2 to the power of x."""
@@ -89,46 +138,119 @@ if SIMULATED:
 
 else:
     from llvmlite import ir
-    from numba.cuda import libdevice
-    from numba.cuda.cache_hints import ldcg_intrinsic
+    from numba.cuda import cgutils, libdevice
     from numba.cuda.extending import intrinsic
 
-    @device
-    def load(A, i, j):
+    _FOUR, _I32, _I64 = ir.VectorType(ir.FloatType(), 4), ir.IntType(32), ir.IntType(64)
+
+    def _in_shared(context, builder, array_type, array, i):
+        data = context.make_array(array_type)(context, builder, array).data
+        return builder.bitcast(builder.gep(data, [i]), _FOUR.as_pointer())
+
+    def _in_global(context, builder, array_type, array, i, j):
+        """The address of element (i, j), as an integer."""
+        array = context.make_array(array_type)(context, builder, array)
+        address = builder.ptrtoint(array.data, _I64)
+        for index, stride in zip((i, j), cgutils.unpack_tuple(builder, array.strides), strict=True):
+            address = builder.add(address, builder.mul(builder.zext(index, _I64), stride))
+        return address
+
+    def _from_l2(builder, result, instruction, constraints, address):
+        """A load that does not enter L1, as Numba's `ldcg`, but kept in order with stores."""
+        function = ir.FunctionType(result, [_I64])
+        load = ir.InlineAsm(function, instruction, constraints + ",l", side_effect=True)
+        return builder.call(load, [address])
+
+    def _vector(builder, values):
+        x = ir.Constant(_FOUR, ir.Undefined)
+        for n, value in enumerate(values):
+            x = builder.insert_element(x, value, ir.Constant(_I32, n))
+        return x
+
+    @intrinsic
+    def in_fours(typingctx, A):
+        """Whether rows of a float32 matrix start at multiples of 16 bytes, for load_four."""
+
+        def generate(context, builder, sig, args):
+            array = context.make_array(sig.args[0])(context, builder, args[0])
+            row, column = cgutils.unpack_tuple(builder, array.strides)
+            low = builder.or_(builder.ptrtoint(array.data, _I64), row)
+            aligned = builder.icmp_unsigned(
+                "==", builder.and_(low, ir.Constant(_I64, 15)), ir.Constant(_I64, 0)
+            )
+            return builder.and_(aligned, builder.icmp_unsigned("==", column, ir.Constant(_I64, 4)))
+
+        return types.boolean(A), generate
+
+    @intrinsic
+    def load(typingctx, A, i, j):
         """A[i, j] from L2: it does not enter L1, so an element costs what the model says."""
-        return ldcg_intrinsic(A, (i, j))
+
+        def generate(context, builder, sig, args):
+            bits = A.dtype.bitwidth
+            kind, register = {8: ("u8", "h"), 16: ("u16", "h"), 32: ("f32", "f")}[bits]
+            wide = ir.FloatType() if bits == 32 else ir.IntType(16)
+            address = _in_global(context, builder, sig.args[0], *args)
+            x = _from_l2(builder, wide, f"ld.global.cg.{kind} $0, [$1];", f"={register}", address)
+            return builder.trunc(x, ir.IntType(8)) if bits == 8 else x
+
+        return A.dtype(A, types.uint32, types.uint32), generate
+
+    @intrinsic
+    def load_four(typingctx, A, i, j):
+        """A[i, j : j + 4] of float32 in one instruction, from L2; j is a multiple of 4."""
+
+        def generate(context, builder, sig, args):
+            address = _in_global(context, builder, sig.args[0], *args)
+            floats = ir.LiteralStructType([ir.FloatType()] * 4)
+            instruction = "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];"
+            x = _from_l2(builder, floats, instruction, "=f,=f,=f,=f", address)
+            parts = [builder.extract_value(x, n) for n in range(4)]
+            return context.make_tuple(builder, sig.return_type, parts)
+
+        return types.UniTuple(types.float32, 4)(A, types.uint32, types.uint32), generate
+
+    @intrinsic
+    def store_four(typingctx, A, i, j, four):
+        """A[i, j : j + 4] = four, in one instruction; j is a multiple of 4."""
+
+        def generate(context, builder, sig, args):
+            address = builder.inttoptr(
+                _in_global(context, builder, sig.args[0], *args[:3]), _FOUR.as_pointer(1)
+            )
+            builder.store(_vector(builder, cgutils.unpack_tuple(builder, args[3])), address, 16)
+
+        return types.void(A, types.uint32, types.uint32, four), generate
+
+    @device
+    def add(A, i, j, x):
+        """A[i, j] += x, whoever else adds to it at the same time; in which order is left open."""
+        cuda.atomic.add(A, (i, j), x)
 
     @intrinsic
     def load4(typingctx, sm, i):
         """Four consecutive floats of shared memory in one instruction; i is a multiple of 4."""
 
         def generate(context, builder, sig, args):
-            four = ir.VectorType(ir.FloatType(), 4)
-            array = context.make_array(sig.args[0])(context, builder, args[0])
-            address = builder.bitcast(builder.gep(array.data, [args[1]]), four.as_pointer())
-            x = builder.load(address, align=16)
-            parts = [builder.extract_element(x, ir.Constant(ir.IntType(32), n)) for n in range(4)]
+            x = builder.load(_in_shared(context, builder, sig.args[0], *args), align=16)
+            parts = [builder.extract_element(x, ir.Constant(_I32, n)) for n in range(4)]
             return context.make_tuple(builder, sig.return_type, parts)
 
         return types.UniTuple(types.float32, 4)(sm, i), generate
 
-    @device
-    def exp2(x):
-        """2 to the power of x."""
-        return libdevice.exp2f(x)
+    @intrinsic
+    def store4(typingctx, sm, i, a, b, c, d):
+        """Four consecutive floats of shared memory become these; i is a multiple of 4."""
 
-    @device
-    def log(x):
-        """Natural logarithm, -inf at 0."""
-        return libdevice.logf(x)
+        def generate(context, builder, sig, args):
+            address = _in_shared(context, builder, sig.args[0], *args[:2])
+            builder.store(_vector(builder, args[2:]), address, 16)
 
-    @device
-    def _half(bits):
-        return libdevice.half2float(bits)
+        f = types.float32
+        return types.void(sm, i, f, f, f, f), generate
 
-    @device
-    def _half_bits(x):
-        return libdevice.float2half_rn(x)
+    exp2, log = libdevice.exp2f, libdevice.logf
+    _half, _half_bits = libdevice.half2float, libdevice.float2half_rn
 
     @device
     def _float_of(bits):
@@ -225,7 +347,9 @@ def launch(
 @cache
 def _ptx(function: Any, signature: Any) -> str:
     """PTX for compute capability 8.0, which later ones assemble too."""
-    return str(cuda.compile_ptx(function.py_func, types.void(*signature), cc=(8, 0))[0])
+    bounds = function.targetoptions["launch_bounds"]
+    void = types.void(*signature)
+    return str(cuda.compile_ptx(function.py_func, void, cc=(8, 0), launch_bounds=bounds)[0])
 
 
 def compiled(function: Any, signature: Any, arch: str) -> dict[str, int]:

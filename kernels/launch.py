@@ -16,17 +16,33 @@ import numpy as np
 from .. import checks
 from ..checks import bad, bad_type
 from ..masks import band
-from . import arrays, flash1, flash2, flash2_backward, gpu, split_kv, standard
+from . import (
+    arrays,
+    flash1,
+    flash1_backward,
+    flash2,
+    flash2_backward,
+    flash2_two_kernels,
+    gpu,
+    gradients,
+    split_kv,
+    standard,
+)
 from .arrays import Operand
 from .masks import LOG2E, Features
-from .tiles import Tile, padded, tile_for
+from .tiles import Tile, loads_under_way, tile_for
 
 WIDEST = 256
+ROWS = 32  # that a block has of what is done row by row
 
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel launch: the kernel, the blocks, their threads and shared memory, the arguments."""
+    """One kernel launch: the kernel, the blocks, their threads and shared memory, the arguments.
+
+    under_way: how many loads a thread has under way before it waits, and the bytes of each.
+    sharing: how many blocks, one after the other in the grid, walk the same tiles.
+    """
 
     name: str
     function: Any
@@ -34,6 +50,8 @@ class Step:
     threads: int
     shared_bytes: int
     args: tuple[Any, ...]
+    under_way: tuple[int, int]
+    sharing: int
 
 
 @dataclass
@@ -46,19 +64,23 @@ class Plan:
     tile : Tile
     steps : list of Step
         What `launch` does, in order, on `stream` (its address).
+    parts : int
+        In how many parts split_kv walks the keys.
     """
 
     algorithm: str
     tile: Tile
     stream: int
+    parts: int = 1
     steps: list[Step] = field(default_factory=list)
     made: dict[str, tuple[Any, Operand, str]] = field(default_factory=dict)
 
     def add(
-        self, name: str, function: Any, grid: int, threads: int, shared: int, args: tuple[Any, ...]
-    ) -> None:
+        self, name: str, function: Any, grid: int, threads: int, shared: int, args: tuple[Any, ...],
+        under_way: tuple[int, int] = (1, 4), sharing: int = 1,
+    ) -> None:  # fmt: skip
         """Append a step."""
-        self.steps.append(Step(name, function, grid, threads, shared, args))
+        self.steps.append(Step(name, function, grid, threads, shared, args, under_way, sharing))
 
     def launch(self) -> None:
         """Launch every step; returns before they have run."""
@@ -160,12 +182,14 @@ def attention(q: Any, k: Any, v: Any, **what: Any) -> KernelAttention:
 def attention_backward(
     q: Any, k: Any, v: Any, output: Any, lse: Any, do: Any, **what: Any
 ) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of `attention`, by FlashAttention-2's backward pass; the same bits every time.
+    """(dq, dk, dv) of `attention`, whichever algorithm it ran.
 
     Parameters
     ----------
     q, k, v, **what
-        As they were given to `attention`; `tiles` and `threads` are the backward pass's own.
+        As they were given to `attention`; `tiles` and `threads` are the backward pass's own, and so
+        is `algorithm`, a name in `BACKWARD`. The default gives the same bits every time, and so
+        does "flash1"; "flash2" adds up dq by atomics, in an order that is left open.
     output, lse
         What `attention` returned.
     do : array like output
@@ -184,21 +208,19 @@ def plan_backward(
     lse: Any,
     do: Any,
     *,
+    algorithm: str = "flash2-two-kernel",
     tiles: tuple[int, int] | None = None,
     threads: tuple[int, int] | None = None,
     **what: Any,
 ) -> Plan:
     """The launches that `attention_backward` would do; arguments as there."""
-    if what.get("block_mask") is not None and tiles is None:
-        raise bad("tiles", None, "(Br, Bc), the tiles that block_mask speaks of")
+    row = BACKWARD[checks.choice("algorithm", algorithm, BACKWARD)]
+    _check_layout(algorithm, what.get("block_mask"), tiles)
     p = checked(q, k, v, tiles=tiles, **what)
-    Br, Bc = checks.pair_of_tiles(
-        tiles or default_tiles("flash2_backward", p.d, gpu.shared_memory_bytes())
-    )
-    made = Plan("flash2_backward", tile_for(Br, Bc, p.d, threads, results=2), p.stream)
-    like = {"output": output, "do": do, "lse": lse}
-    seen = {}
-    for name, array in like.items():
+    Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, p.d, gpu.shared_memory_bytes()))
+    made = Plan(algorithm, tile_for(Br, Bc, p.d, threads, row.results), p.stream)
+    seen = []
+    for name, array in (("output", output), ("lse", lse), ("do", do)):
         x = arrays.operand(name, array)
         _same_place(x, p.q)
         wanted = p.q.shape[:-1] if name == "lse" else p.q.shape
@@ -212,30 +234,10 @@ def plan_backward(
             item = arrays.STORED[stored].itemsize
             x = replace(x, shape=(*x.shape, 1), strides=(*x.strides, item))
         shape, strides = arrays.flattened(x)
-        seen[name] = x.seen_as(*((shape[:3], strides[:3]) if name == "lse" else (shape, strides)))
-    key_lead = (*p.lead[:-1], p.heads // p.group) if p.lead else ()
-    keys = replace(p, lead=key_lead, heads=p.heads // p.group)
-    D = p.make(made, "D", (p.Nq,), "float32")
-    dQ = p.make(made, "dQ", (p.Nq, p.d), p.q.dtype)
-    dK = keys.make(made, "dK", (p.Nk, p.d), p.q.dtype)
-    dV = keys.make(made, "dV", (p.Nk, p.d), p.q.dtype)
-    rows, workers = 32, gpu.ROW_THREADS
-    function = flash2_backward.row_dots(rows, p.d, workers, p.q.dtype)
-    grid = -(-p.Nq // rows) * p.heads * p.batch
-    shared = 4 * rows * padded(p.d)
-    made.add("D", function, grid, workers, shared, (seen["do"], seen["output"], D))
-    args = (p.Q, p.K, p.V, seen["do"], seen["lse"], D)
-    swapped = tile_for(Bc, Br, p.d, threads, results=2)
-    function = flash2_backward.keys_and_values(swapped, p.features)
-    shared = flash2_backward.arrangement(swapped)["bytes"]
-    grid = -(-p.Nk // Bc) * keys.heads * p.batch
-    made.add("dKdV", function, grid, swapped.threads, shared, (*args, dK, dV, *p.rules))
-    function = flash2_backward.queries(made.tile, p.features)
-    shared = flash2_backward.arrangement(made.tile)["bytes"]
-    grid = -(-p.Nq // Br) * p.heads * p.batch
-    made.add("dQ", function, grid, made.tile.threads, shared, (*args, dQ, *p.rules))
+        seen.append(x.seen_as(*((shape[:3], strides[:3]) if name == "lse" else (shape, strides))))
+    row.build(p, made, *seen)
     for step in made.steps:
-        _fits(step, made)
+        _fits(step, made, row)
     return made
 
 
@@ -251,43 +253,32 @@ def plan(
 ) -> Plan:
     """The launches that `attention` would do, to be timed or counted; arguments as there."""
     row = KERNELS[checks.choice("algorithm", algorithm, KERNELS)]
-    if what.get("block_mask") is not None and tiles is None:
-        raise bad("tiles", None, "(Br, Bc), the tiles that block_mask speaks of")
+    _check_layout(algorithm, what.get("block_mask"), tiles)
     problem = checked(q, k, v, tiles=tiles, **what)
-    Br, Bc = checks.pair_of_tiles(
-        tiles or default_tiles(algorithm, problem.d, gpu.shared_memory_bytes())
-    )
+    Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, problem.d, gpu.shared_memory_bytes()))
     made = Plan(algorithm, tile_for(Br, Bc, problem.d, threads), problem.stream)
     row.build(problem, made)
     for step in made.steps:
-        _fits(step, made)
+        _fits(step, made, row)
     return made
 
 
-TILES = {
-    "standard": ((128, 64), (64, 64), (32, 32), (16, 16)),
-    "flash1": ((128, 128), (64, 64), (32, 32), (16, 16)),
-    "flash2": ((128, 64), (64, 64), (32, 32), (16, 16)),
-    "split_kv": ((4, 32), (4, 16)),
-    "flash2_backward": ((64, 64), (32, 32), (16, 16)),
-}
+def _check_layout(algorithm: str, block_mask: Any, tiles: Any) -> None:
+    if block_mask is None and algorithm == "block_sparse":
+        raise bad("block_mask", None, f"a block layout, for algorithm={algorithm!r}")
+    if block_mask is not None and tiles is None:
+        raise bad("tiles", None, "(Br, Bc), the tiles that block_mask speaks of")
 
 
-def default_tiles(algorithm: str, d: int, limit: int) -> tuple[int, int]:
-    """The first (Br, Bc) of `TILES` that fit in `limit` bytes of shared memory, or the last."""
-    for Br, Bc in TILES[algorithm]:
-        if _shared_bytes(algorithm, Br, Bc, d) <= limit:
+def default_tiles(row: Row, d: int, limit: int) -> tuple[int, int]:
+    """The first (Br, Bc) of the row that fit in `limit` bytes of shared memory, or the last."""
+    for Br, Bc in row.tiles:
+        if row.shared_bytes(Br, Bc, d) <= limit:
             return Br, Bc
-    return TILES[algorithm][-1]
+    return row.tiles[-1]
 
 
-def _shared_bytes(algorithm: str, Br: int, Bc: int, d: int) -> int:
-    if algorithm == "flash2_backward":
-        return _backward_bytes(tile_for(Br, Bc, d, results=2))
-    return KERNELS[algorithm].shared_bytes(tile_for(Br, Bc, d))
-
-
-def _fits(step: Step, made: Plan) -> None:
+def _fits(step: Step, made: Plan, row: Row) -> None:
     limit = gpu.shared_memory_bytes()
     if step.shared_bytes <= limit:
         return
@@ -296,13 +287,18 @@ def _fits(step: Step, made: Plan) -> None:
         (Br, Bc)
         for Br in (128, 64, 32, 16)
         for Bc in (128, 64, 32, 16)
-        if _shared_bytes(made.algorithm, Br, Bc, d) <= limit
+        if row.shared_bytes(Br, Bc, d) <= limit
     ]
     raise gpu.SharedMemoryError(
         f"tiles={(made.tile.Br, made.tile.Bc)!r}: {step.name} needs {step.shared_bytes} bytes of "
         f"shared memory at d={d}, a block of this GPU has {limit}; of the tiles with powers of two "
         f"these fit: {fitting[:6]}"
     )
+
+
+def under_way(rows: int, tile: Tile, p: Problem) -> tuple[int, int]:
+    """Of the loads of a tile with so many rows."""
+    return loads_under_way(rows, tile.d, tile.threads, p.q.dtype)
 
 
 def _flash2(p: Problem, made: Plan) -> None:
@@ -312,7 +308,8 @@ def _flash2(p: Problem, made: Plan) -> None:
     grid = -(-p.Nq // tile.Br) * p.heads * p.batch
     args = (p.Q, p.K, p.V, O, L, np.int64(p.Nk), *p.rules)
     function = flash2.flash_attention_2(tile, p.features)
-    made.add("flash2", function, grid, tile.threads, flash2.arrangement(tile)["bytes"], args)
+    shared, waits = flash2.arrangement(tile)["bytes"], under_way(tile.Bc, tile, p)
+    made.add("flash2", function, grid, tile.threads, shared, args, waits, -(-p.Nq // tile.Br))
 
 
 def _flash1(p: Problem, made: Plan) -> None:
@@ -325,7 +322,8 @@ def _flash1(p: Problem, made: Plan) -> None:
     args = (p.Q, p.K, p.V, O, l, m, *p.rules)
     function = flash1.flash_attention_1(tile, p.features)
     shared = flash1.arrangement(tile)["bytes"]
-    made.add("flash1", function, p.heads * p.batch, tile.threads, shared, args)
+    waits = under_way(tile.Br, tile, p)
+    made.add("flash1", function, p.heads * p.batch, tile.threads, shared, args, waits)
     rows = p.Nq * p.heads * p.batch
     function = flash1.finish(p.q.dtype, gpu.ROW_THREADS)
     made.add("finish", function, rows, gpu.ROW_THREADS, 0, (O, l, m, L, rounded))
@@ -341,15 +339,18 @@ def _standard(p: Problem, made: Plan) -> None:
     grid = -(-p.Nq // tile.Br) * heads
     function = standard.scores(tile, p.features)
     shared = standard.scores_arrangement(tile)["bytes"]
-    made.add("scores", function, grid, tile.threads, shared, (p.Q, p.K, S, *p.rules))
+    waits, args = under_way(tile.Bc, tile, p), (p.Q, p.K, S, *p.rules)
+    made.add("scores", function, grid, tile.threads, shared, args, waits, -(-p.Nq // tile.Br))
     threads, room = gpu.ROW_THREADS, gpu.shared_memory_bytes()
     shared = 4 * (2 * threads + p.Nk)
     function = standard.softmax(threads, shared <= room)
     shared = shared if shared <= room else 8 * threads
-    made.add("softmax", function, p.Nq * heads, threads, shared, (S, P, L))
+    waits = (1, 4 if p.Nk % 4 else 16)
+    made.add("softmax", function, p.Nq * heads, threads, shared, (S, P, L), waits)
     function = standard.values(tile, p.features)
     shared = standard.values_arrangement(tile)["bytes"]
-    made.add("values", function, grid, tile.threads, shared, (P, p.V, O, *p.rules))
+    waits, args = under_way(tile.Bc, tile, p), (P, p.V, O, *p.rules)
+    made.add("values", function, grid, tile.threads, shared, args, waits)
 
 
 def _split_kv(p: Problem, made: Plan) -> None:
@@ -366,43 +367,169 @@ def _split_kv(p: Problem, made: Plan) -> None:
     function = flash2.flash_attention_2(tile, replace(p.features, output="float32"))
     args = (p.Q, p.K, p.V, O_parts, L_parts, np.int64(span), *p.rules)
     shared = flash2.arrangement(tile)["bytes"]
-    made.add("split", function, rows * parts, tile.threads, shared, args)
+    made.parts, waits = parts, under_way(tile.Bc, tile, p)
+    made.add("split", function, rows * parts, tile.threads, shared, args, waits)
     function = split_kv.merge(parts, gpu.ROW_THREADS, p.q.dtype)
     args = (O_parts, L_parts, O, L)
     rows = p.Nq * p.heads * p.batch
     made.add("merge", function, rows, gpu.ROW_THREADS, 4 * parts, args)
 
 
+def _gradients(p: Problem, made: Plan, wide: str = "") -> tuple[Any, Any, Any]:
+    """New dQ, dK and dV of the plan; `wide`: a dQ that is added up in HBM, in float32, is that."""
+    key_lead = (*p.lead[:-1], p.heads // p.group) if p.lead else ()
+    keys = replace(p, lead=key_lead, heads=p.heads // p.group)
+    dQ = p.make(made, wide or "dQ", (p.Nq, p.d), "float32" if wide else p.q.dtype)
+    return dQ, *(keys.make(made, name, (p.Nk, p.d), p.q.dtype) for name in ("dK", "dV"))
+
+
+def _row_blocks(p: Problem) -> int:
+    return -(-p.Nq // ROWS) * p.heads * p.batch
+
+
+def _wide(p: Problem) -> str:
+    return "dQ" if p.q.dtype == "float32" else "dQ in HBM"
+
+
+def _round_dQ(p: Problem, made: Plan, dQ: Any) -> None:
+    if p.q.dtype != "float32":
+        rounded = p.make(made, "dQ", (p.Nq, p.d), p.q.dtype)
+        function = gradients.rounded(ROWS, p.d, p.q.dtype, gpu.ROW_THREADS)
+        made.add("round", function, _row_blocks(p), gpu.ROW_THREADS, 0, (dQ, rounded))
+
+
+def _row_dots(p: Problem, made: Plan, O: Any, dO: Any) -> Any:
+    D = p.make(made, "D", (p.Nq,), "float32")
+    threads, shared = gpu.ROW_THREADS, flash2_backward.row_dots_arrangement(ROWS, p.d)["bytes"]
+    function = flash2_backward.row_dots(ROWS, p.d, threads, p.q.dtype)
+    waits = loads_under_way(ROWS, p.d, threads, p.q.dtype)
+    made.add("D", function, _row_blocks(p), threads, shared, (dO, O, D), waits)
+    return D
+
+
+def _flash1_backward(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
+    tile = made.tile.swapped
+    dQ, dK, dV = _gradients(p, made, _wide(p))
+    l, m = (p.make(made, name, (p.Nq,), "float32") for name in "lm")
+    threads = gpu.ROW_THREADS
+    grid = -(-p.Nq * p.heads * p.batch // threads)
+    made.add("statistics", flash1_backward.statistics(threads), grid, threads, 0, (L, l, m))
+    function = flash1_backward.flash_attention_1_backward(tile, p.features)
+    shared = gradients.arrangement(tile, output=True)["bytes"]
+    args = (p.Q, p.K, p.V, O, l, m, dO, dQ, dK, dV, *p.rules)
+    grid = p.heads // p.group * p.batch
+    waits = under_way(tile.Bc, tile, p)
+    made.add("flash1_backward", function, grid, tile.threads, shared, args, waits)
+    _round_dQ(p, made, dQ)
+
+
+def _flash2_backward(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
+    tile, threads = made.tile.swapped, gpu.ROW_THREADS
+    dQ, dK, dV = _gradients(p, made, _wide(p))
+    made.add("zeros", gradients.zeros(ROWS, p.d, threads), _row_blocks(p), threads, 0, (dQ,))
+    D = _row_dots(p, made, O, dO)
+    function = flash2_backward.flash_attention_2_backward(tile, p.features)
+    shared = gradients.arrangement(tile)["bytes"]
+    args = (p.Q, p.K, p.V, dO, L, D, dQ, dK, dV, *p.rules)
+    Tc = -(-p.Nk // tile.Br)
+    grid, waits = Tc * (p.heads // p.group) * p.batch, under_way(tile.Bc, tile, p)
+    made.add("flash2_backward", function, grid, tile.threads, shared, args, waits, Tc)
+    _round_dQ(p, made, dQ)
+
+
+def _two_kernels(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
+    tile = made.tile
+    dQ, dK, dV = _gradients(p, made)
+    D = _row_dots(p, made, O, dO)
+    args = (p.Q, p.K, p.V, dO, L, D)
+    function = flash2_two_kernels.keys_and_values(tile.swapped, p.features)
+    shared = gradients.arrangement(tile.swapped)["bytes"]
+    grid = -(-p.Nk // tile.Bc) * (p.heads // p.group) * p.batch
+    wide, waits = (*args, dK, dV, *p.rules), under_way(tile.Br, tile, p)
+    made.add("dKdV", function, grid, tile.threads, shared, wide, waits, -(-p.Nk // tile.Bc))
+    function = flash2_two_kernels.queries(tile, p.features)
+    shared = flash2_two_kernels.queries_arrangement(tile)["bytes"]
+    grid = -(-p.Nq // tile.Br) * p.heads * p.batch
+    wide, waits = (*args, dQ, *p.rules), under_way(tile.Bc, tile, p)
+    made.add("dQ", function, grid, tile.threads, shared, wide, waits, -(-p.Nq // tile.Br))
+
+
 @dataclass(frozen=True)
 class Row:
-    """A row of the registry: what launches a kernel, and the shared memory that its tiles take."""
+    """A row of a registry: what launches a kernel, its default tiles, largest first, and its room.
+
+    room(tile): bytes of shared memory; results: as in tile_for.
+    """
 
     title: str
-    build: Callable[[Problem, Plan], None]
-    shared_bytes: Callable[[Tile], int]
+    build: Callable[..., None]
+    tiles: tuple[tuple[int, int], ...]
+    room: Callable[[Tile], int]
+    results: int = 1
+
+    def shared_bytes(self, Br: int, Bc: int, d: int) -> int:
+        """Bytes of shared memory that a block takes with tiles of this size."""
+        return self.room(tile_for(Br, Bc, d, results=self.results))
 
 
-def _standard_bytes(tile: Tile) -> int:
+def _standard_room(tile: Tile) -> int:
     return max(
         standard.scores_arrangement(tile)["bytes"], standard.values_arrangement(tile)["bytes"]
     )
 
 
-def _flash2_bytes(tile: Tile) -> int:
+def _flash1_room(tile: Tile) -> int:
+    return flash1.arrangement(tile)["bytes"]
+
+
+def _flash2_room(tile: Tile) -> int:
     return flash2.arrangement(tile)["bytes"]
 
 
-def _backward_bytes(tile: Tile) -> int:
-    return max(flash2_backward.arrangement(t)["bytes"] for t in (tile, tile.swapped))
+def _flash1_backward_room(tile: Tile) -> int:
+    return gradients.arrangement(tile.swapped, output=True)["bytes"]
 
 
+def _flash2_backward_room(tile: Tile) -> int:
+    return gradients.arrangement(tile.swapped)["bytes"]
+
+
+def _two_kernels_room(tile: Tile) -> int:
+    return max(
+        gradients.arrangement(tile.swapped)["bytes"],
+        flash2_two_kernels.queries_arrangement(tile)["bytes"],
+    )
+
+
+_SQUARES = ((64, 64), (32, 32), (16, 16))
 KERNELS = {
-    "standard": Row("standard attention, three kernels", _standard, _standard_bytes),
-    "flash1": Row(
-        "FlashAttention, K and V outer", _flash1, lambda tile: flash1.arrangement(tile)["bytes"]
+    "standard": Row(
+        "standard attention, three kernels", _standard, ((128, 64), *_SQUARES), _standard_room
     ),
-    "flash2": Row("FlashAttention-2, Q outer", _flash2, _flash2_bytes),
-    "split_kv": Row("FlashAttention-2 with the keys shared out", _split_kv, _flash2_bytes),
+    "flash1": Row("FlashAttention, K and V outer", _flash1, ((128, 128), *_SQUARES), _flash1_room),
+    "flash2": Row("FlashAttention-2, Q outer", _flash2, ((128, 64), *_SQUARES), _flash2_room),
+    "block_sparse": Row(
+        "FlashAttention of the blocks in block_mask", _flash1, ((128, 128), *_SQUARES), _flash1_room
+    ),
+    "split_kv": Row(
+        "FlashAttention-2 with the keys shared out", _split_kv, ((4, 32), (4, 16)), _flash2_room
+    ),
+}
+BACKWARD = {
+    "flash1": Row("FlashAttention's", _flash1_backward, _SQUARES, _flash1_backward_room, 3),
+    "flash2": Row(
+        "FlashAttention-2's, dQ by atomics", _flash2_backward, _SQUARES, _flash2_backward_room, 3
+    ),
+    "block_sparse": Row(
+        "FlashAttention's, of the blocks in block_mask",
+        _flash1_backward,
+        _SQUARES,
+        _flash1_backward_room,
+        3,
+    ),
+    "flash2-two-kernel": Row(
+        "FlashAttention-2's, dK and dV, then dQ", _two_kernels, _SQUARES, _two_kernels_room, 2
+    ),
 }
 
 

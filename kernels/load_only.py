@@ -46,7 +46,7 @@ def load_only_1(tile: Tile, f: Features) -> Any:
     store_O = tiles.unstage(Br, d, threads, "float32")
     visited = masks.visited(Br, Bc, f)
 
-    @kernel
+    @kernel(threads)
     def load_only_flash1(
         Q, K, V, O, l, m, keys, mask, layout, lo, hi, scale, group, seed, threshold, factor
     ):  # fmt: skip
@@ -102,7 +102,7 @@ def load_only_2(tile: Tile, f: Features) -> Any:
     store_O = tiles.unstage(Br, tile.d, threads, f.stored)
     visited = masks.visited(Br, Bc, f)
 
-    @kernel
+    @kernel(threads)
     def load_only_flash2(
         Q, K, V, O, L, span, keys, mask, layout, lo, hi, scale, group, seed, threshold, factor
     ):  # fmt: skip

@@ -22,7 +22,7 @@ def merge(parts: int, threads: int, dtype: str) -> Any:
     log2e, ln2 = LOG2E, 1 / LOG2E
     to_stored = narrow(dtype)
 
-    @kernel
+    @kernel(threads)
     def split_kv_merge(O_parts, L_parts, O, L):
         weights = cuda.shared.array(0, float32)
         tid = cuda.threadIdx.x

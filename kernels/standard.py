@@ -11,7 +11,21 @@ from typing import Any
 
 from . import masks, tiles
 from .dropout import kept
-from .gpu import cuda, exp2, float32, int32, kernel, load, log, uint32
+from .gpu import (
+    cuda,
+    exp2,
+    float32,
+    in_fours,
+    int32,
+    kernel,
+    load,
+    load4,
+    load_four,
+    log,
+    store4,
+    store_four,
+    uint32,
+)
 from .masks import LOG2E, Features
 from .tiles import Layout, Tile
 
@@ -54,7 +68,7 @@ def scores(tile: Tile, f: Features) -> Any:
     load_mask, QKt = masks.stage_mask(Br, Bc, threads, f), tiles.rows_by_rows(tile)
     full, counts = masks.full(Br, Bc, f), masks.counts(f)
 
-    @kernel
+    @kernel(threads)
     def standard_scores(
         Q, K, S, keys, mask, layout, lo, hi, scale, group, seed, threshold, factor
     ):  # fmt: skip
@@ -108,7 +122,7 @@ def softmax(threads: int, on_chip: bool) -> Any:
     """
     ln2 = 1 / LOG2E
 
-    @kernel
+    @kernel(threads)
     def standard_softmax(S, P, L):
         sm = cuda.shared.array(0, float32)  # a maximum and a sum of each thread, then the row
         tid = int32(cuda.threadIdx.x)
@@ -118,15 +132,12 @@ def softmax(threads: int, on_chip: bool) -> Any:
         Sh, Ph = S[b, h], P[b, h]
         m = -float32(float("inf"))
         l = float32(0)
-        batched = Nk // (8 * threads) * (8 * threads) if on_chip else 0
-        x = cuda.local.array(8, float32)
-        for first in range(tid, batched, 8 * threads):
-            for u in range(8):  # eight loads under way before the first is waited for
-                x[u] = load(Sh, uint32(i), uint32(first + u * threads))
-            for u in range(8):
-                sm[2 * threads + first + u * threads] = x[u]
-                m = max(m, x[u])
-        for c in range(batched + tid, Nk, threads):
+        fours = on_chip and in_fours(Sh)  # then Nk is a multiple of 4, too
+        for c in range(4 * tid, Nk if fours else 0, 4 * threads):
+            s0, s1, s2, s3 = load_four(Sh, uint32(i), uint32(c))
+            store4(sm, 2 * threads + c, s0, s1, s2, s3)
+            m = max(m, max(max(s0, s1), max(s2, s3)))
+        for c in range(tid, 0 if fours else Nk, threads):
             s = load(Sh, uint32(i), uint32(c))
             if on_chip:
                 sm[2 * threads + c] = s
@@ -148,7 +159,13 @@ def softmax(threads: int, on_chip: bool) -> Any:
         m = sm[0]
         shift = m if m != -float32(float("inf")) else float32(0)
         if on_chip:
-            for c in range(tid, Nk, threads):
+            for c in range(4 * tid, Nk // 4 * 4, 4 * threads):
+                s0, s1, s2, s3 = load4(sm, 2 * threads + c)
+                p0, p1 = exp2(s0 - shift), exp2(s1 - shift)
+                p2, p3 = exp2(s2 - shift), exp2(s3 - shift)
+                store4(sm, 2 * threads + c, p0, p1, p2, p3)
+                l += (p0 + p1) + (p2 + p3)
+            for c in range(Nk // 4 * 4 + tid, Nk, threads):
                 p = exp2(sm[2 * threads + c] - shift)
                 sm[2 * threads + c] = p
                 l += p
@@ -164,7 +181,10 @@ def softmax(threads: int, on_chip: bool) -> Any:
             half //= 2
         l = sm[threads]
         over = float32(1) / l if l != float32(0) else float32(0)
-        for c in range(tid, Nk, threads):
+        for c in range(4 * tid, Nk if fours else 0, 4 * threads):
+            p0, p1, p2, p3 = load4(sm, 2 * threads + c)
+            store_four(Ph, uint32(i), uint32(c), (p0 * over, p1 * over, p2 * over, p3 * over))
+        for c in range(tid, 0 if fours else Nk, threads):
             p = sm[2 * threads + c] if on_chip else exp2(load(Sh, uint32(i), uint32(c)) - shift)
             Ph[i, c] = p * over if over != float32(0) else float32(0)
         if tid == 0:
@@ -188,7 +208,7 @@ def values(tile: Tile, f: Features) -> Any:
     load_P = tiles.stage_block(Br, Bc, threads, "float32")
     PV, weigh, put = tiles.rows_by_columns(tile), tiles.weigh(tile, zeros=False), tiles.put(tile)
 
-    @kernel
+    @kernel(threads)
     def standard_values(
         P, V, O, keys, mask, layout, lo, hi, scale, group, seed, threshold, factor
     ):  # fmt: skip

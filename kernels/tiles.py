@@ -16,7 +16,22 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from .gpu import cuda, device, float32, int32, load, load4, narrow, uint32, widen
+from .gpu import (
+    add,
+    cuda,
+    device,
+    float32,
+    in_fours,
+    int32,
+    load,
+    load4,
+    load_four,
+    narrow,
+    store4,
+    store_four,
+    uint32,
+    widen,
+)
 
 
 def padded(n: int) -> int:
@@ -85,7 +100,7 @@ def tile_for(
 
     A thread holds at most 8 x 8 scores and 128 numbers in all, as it has 255 registers, and a block
     has 128 to 256 threads unless its tiles are too small for that. The backward passes hold two
-    matrices of scores and up to two of width d: results=2.
+    matrices of scores and two or three of width d (results), and take tiles either way up.
     """
     if threads is not None:
         return Tile(Br, Bc, d, *threads)
@@ -93,6 +108,8 @@ def tile_for(
     for TX in (4, 8, 16, 32):
         for TY in (1, 2, 4, 8, 16, 32):
             if Br % TY or Bc % TX or TX * TY > 256:
+                continue
+            if results > 1 and (Bc % TY or Br % TX):
                 continue
             tile = Tile(Br, Bc, d, TY, TX)
             held = results * tile.RM * (tile.RN + tile.RD)
@@ -104,7 +121,8 @@ def tile_for(
             if best is None or key < best[0]:
                 best = key, tile
     if best is None:
-        raise ValueError(f"tiles={(Br, Bc)!r}: expected Bc a multiple of 4")
+        sides = "Bc" if results == 1 else "Br and Bc each"
+        raise ValueError(f"tiles={(Br, Bc)!r}: expected {sides} a multiple of 4")
     return best[1]
 
 
@@ -127,34 +145,72 @@ class Layout:
 
 
 @cache
+def shared_out(row: int, threads: int) -> Any:
+    """shared_out(tid, n): row and column of the n-th element of a thread, in rows of `row`."""
+    apart = threads // row
+
+    @device
+    def whole_rows(tid, n):
+        r = uint32(tid) // uint32(row)
+        return int32(r) + n * apart, int32(uint32(tid) - r * uint32(row))
+
+    @device
+    def anywhere(tid, n):
+        e = uint32(tid + n * threads)
+        r = e // uint32(row)
+        return int32(r), int32(e - r * uint32(row))
+
+    return anywhere if threads % row else whole_rows
+
+
+def loads_under_way(rows: int, columns: int, threads: int, dtype: str) -> tuple[int, int]:
+    """How many loads of a tile a thread has under way before it waits, and the bytes of each."""
+    many, item = (4, 4) if dtype == "float32" else (1, 2)
+    loads = rows * columns // many
+    if columns % 4 or loads % threads:
+        return 1, item
+    turns = loads // threads
+    return next(n for n in (8, 4, 2, 1) if turns % n == 0), many * item
+
+
+@cache
 def stage_block(rows: int, columns: int, threads: int, dtype: str) -> Any:
     """stage_block(A, first, N, left, C, sm, at, tid): a block of a matrix A (N, C) comes on chip.
 
     Its corner is A[first, left]. Each element is loaded once. What lies beyond A is 0, and so are
     the columns up to the next four. Returns whether this thread saw a number that is not finite.
     """
-    stride, width = padded(columns), -(-columns // 4) * 4
-    to_float = widen(dtype)
-    turns = -(-rows * width // threads)
-    batch = 8 if turns % 8 == 0 else 4 if turns % 4 == 0 else 1
-    even = width == columns and rows * width % threads == 0  # every thread loads as many
+    stride, width, to_float = padded(columns), -(-columns // 4) * 4, widen(dtype)
+    fours = dtype == "float32"  # are loaded four at a time
+    many = 4 if fours else 1
+    row = width // many  # loads
+    even = width == columns and rows * row % threads == 0  # every thread loads as many
+    turns = rows * row // threads
+    batch, _ = loads_under_way(rows, columns, threads, dtype)
+    room, mine = batch * many, shared_out(row, threads)
 
     @device
     def stage_tile(A, first, N, left, C, sm, at, tid):
         bad = False
-        if even and first + rows <= N and left + columns <= C:
-            x = cuda.local.array(batch, float32)
-            for turn in range(turns // batch):
+        if even and first + rows <= N and left + columns <= C and (not fours or in_fours(A)):
+            x = cuda.local.array(room, float32)
+            for turn in range(0, turns, batch):
                 for u in range(batch):  # several loads under way before the first is waited for
-                    e = uint32(tid + (turn * batch + u) * threads)
-                    r = int32(e // uint32(columns))
-                    c = int32(e % uint32(columns))
-                    x[u] = to_float(load(A, uint32(first + r), uint32(left + c)))
+                    r, c = mine(tid, turn + u)
+                    if fours:
+                        x[4 * u], x[4 * u + 1], x[4 * u + 2], x[4 * u + 3] = load_four(
+                            A, uint32(first + r), uint32(left + 4 * c)
+                        )
+                    else:
+                        x[u] = to_float(load(A, uint32(first + r), uint32(left + c)))
                 for u in range(batch):
-                    e = uint32(tid + (turn * batch + u) * threads)
-                    r = int32(e // uint32(columns))
-                    c = int32(e % uint32(columns))
-                    sm[at + r * stride + c] = x[u]
+                    r, c = mine(tid, turn + u)
+                    e = at + r * stride + many * c
+                    if fours:
+                        store4(sm, e, x[4 * u], x[4 * u + 1], x[4 * u + 2], x[4 * u + 3])
+                    else:
+                        sm[e] = x[u]
+                for u in range(room):
                     bad = bad or x[u] - x[u] != float32(0)
         else:
             for e in range(tid, rows * width, threads):
@@ -188,17 +244,60 @@ def unstage(rows: int, d: int, threads: int, dtype: str) -> Any:
 
     Neighbouring threads write neighbouring elements, so whole sectors of 32 bytes leave the chip.
     """
-    stride = padded(d)
-    to_stored = narrow(dtype)
+    stride, row, to_stored = padded(d), max(1, d // 4), narrow(dtype)
+    fours, mine = dtype == "float32" and d % 4 == 0, shared_out(row, threads)
 
     @device
     def unstage_tile(A, first, N, sm, at, tid):
-        for e in range(tid, rows * d, threads):
-            r = e // d
-            if first + r < N:
-                A[first + r, e % d] = to_stored(sm[at + r * stride + e % d])
+        if fours and in_fours(A):
+            turns = (min(rows, N - first) * row - tid + threads - 1) // threads
+            for n in range(turns):
+                r, c = mine(tid, n)
+                store_four(A, uint32(first + r), uint32(4 * c), load4(sm, at + r * stride + 4 * c))
+        else:
+            for e in range(tid, rows * d, threads):
+                r = e // d
+                if first + r < N:
+                    A[first + r, e % d] = to_stored(sm[at + r * stride + e % d])
 
     return unstage_tile
+
+
+@cache
+def add_to(rows: int, d: int, threads: int) -> Any:
+    """add_to(A, first, N, sm, at, tid): a tile on chip is added to rows first, ... of A (N, d).
+
+    A is float32, and other blocks may add to it at the same time.
+    """
+    stride, mine = padded(d), shared_out(d, threads)
+
+    @device
+    def add_tile(A, first, N, sm, at, tid):
+        turns = (min(rows, N - first) * d - tid + threads - 1) // threads
+        for n in range(turns):
+            r, c = mine(tid, n)
+            add(A, first + r, c, sm[at + r * stride + c])
+
+    return add_tile
+
+
+@cache
+def row_dots(rows: int, d: int, threads: int) -> Any:
+    """row_dots(sm, a, b, out, tid): out = rowsum(A ∘ B) for A, B (rows, d) on chip."""
+    stride = padded(d)
+    width = -(-d // 4) * 4
+
+    @device
+    def dots(sm, a, b, out, tid):
+        for r in range(tid, rows, threads):
+            total = float32(0)
+            for c in range(0, width, 4):
+                x0, x1, x2, x3 = load4(sm, a + r * stride + c)
+                y0, y1, y2, y3 = load4(sm, b + r * stride + c)
+                total += (x0 * y0 + x1 * y1) + (x2 * y2 + x3 * y3)
+            sm[out + r] = total
+
+    return dots
 
 
 @cache
@@ -275,8 +374,8 @@ def weigh(tile: Tile, zeros: bool = True) -> Any:
 
 
 @cache
-def put(tile: Tile) -> Any:
-    """put(sm, at, O, ty, tx): a thread's part of an Br x d result goes to a tile on chip."""
+def put(tile: Tile, add: bool = False) -> Any:
+    """put(sm, at, O, ty, tx): a thread's part of an Br x d result goes to, or adds to, a tile."""
     RM, RD, TY, TX, LD, d = tile.RM, tile.RD, tile.TY, tile.TX, tile.LD, tile.d
 
     @device
@@ -285,6 +384,7 @@ def put(tile: Tile) -> Any:
             for n in range(RD):
                 c = n // 4 * 4 * TX + 4 * tx + n % 4
                 if c < d:
-                    sm[at + ty * LD + m * (TY * LD) + c] = O[m * RD + n]
+                    e = at + ty * LD + m * (TY * LD) + c
+                    sm[e] = sm[e] + O[m * RD + n] if add else O[m * RD + n]
 
     return put_result

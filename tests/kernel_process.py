@@ -114,7 +114,7 @@ def backward(q, k, v, output, lse, do, **what):
     return plan.result("dQ"), plan.result("dK"), plan.result("dV"), traffic
 
 
-def refused(*arrays, pretend="", **what):
+def refused(*arrays, pretend="", front="attention", **what):
     """(type, message) of the error that a call raises; `pretend`: a reason why there is no GPU."""
     from flashsim import kernels
     from flashsim.kernels import gpu
@@ -123,7 +123,7 @@ def refused(*arrays, pretend="", **what):
     if pretend:
         gpu.available = lambda: pretend
     try:
-        kernels.attention(*arrays, **what)
+        getattr(kernels, front)(*arrays, **what)
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
@@ -136,3 +136,10 @@ def assembled(name, d, arches, **features):
     from flashsim.kernels import assembly
 
     return {arch: assembly.report(name, d, arch, **features) for arch in arches}
+
+
+def kernel_names():
+    """The kernels that `assembled` knows."""
+    from flashsim.kernels import assembly
+
+    return assembly.NAMES

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import flashsim as fs
-from flashsim.cost.counts import visits
 from flashsim.cost.io import expected_cost
 from flashsim.problem import checked
 from flashsim.reference import exact
@@ -62,7 +61,9 @@ def problem(seed, **fixed):
 def expected(algorithm, q, k, v, tiles, **what):
     """({array: reads}, {array: writes}) by the closed form of the simulator."""
     Br, Bc = min(tiles[0], q.shape[-2]), min(tiles[1], k.shape[-2])
-    cost = expected_cost(SimpleNamespace(algorithm=algorithm, tiles=(Br, Bc)), q, k, v, **what)
+    cost = expected_cost(
+        SimpleNamespace(algorithm=algorithm, tiles=(Br, Bc), splits=None), q, k, v, **what
+    )
     return tuple({n: x for n, x in side.items() if x} for side in (cost.reads, cost.writes))
 
 
@@ -122,8 +123,32 @@ def gradients(q, k, v, do, **what):
     return [x.reshape(y.shape) for x, y in zip(found, (q, k, v), strict=True)]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_backward_kernels_give_the_gradients_and_move_what_they_must(simulator, seed):
+def expected_backward(algorithm, q, k, v, tiles, **what):
+    """({array: reads}, {array: writes}) by the closed form, less what the kernels need not do.
+
+    A key head's blocks take its query heads one after the other: K and V are read once for all of
+    them, and dK and dV need no sum over the group. In dQ's kernel each query head reads them.
+    """
+    Br, Bc = min(tiles[0], q.shape[-2]), min(tiles[1], k.shape[-2])
+    out = SimpleNamespace(algorithm=algorithm, tiles=(Br, Bc), tiles_backward=None, splits=None)
+    cost = expected_cost(out, q, k, v, backward=True, **what)
+    reads, writes = Counter(cost.reads), Counter(cost.writes)
+    for name in ("dK_group", "dV_group"):
+        writes.pop(name, None)
+    group = q.shape[-3] // k.shape[-3]
+    for x, name in ((k, "K"), (v, "V")):
+        reads.pop(f"d{name}", None)
+        once = group * x.size if algorithm == "flash2-two-kernel" else reads[name]
+        reads[name] -= once - once // group
+        writes[f"d{name}"] //= group
+    return tuple({n: x for n, x in side.items() if x} for side in (reads, writes))
+
+
+@pytest.mark.parametrize("algorithm", ["flash1", "flash2", "flash2-two-kernel"])
+@pytest.mark.parametrize("seed", range(7))
+def test_backward_kernels_give_the_gradients_and_move_what_the_closed_form_says(
+    simulator, algorithm, seed
+):
     q, k, v, what, _, _ = problem(1000 + seed)
     tiles, threads = ((8, 8), (4, 4)) if seed % 2 else ((4, 12), (1, 4))
     rng = np.random.default_rng(seed)
@@ -131,40 +156,45 @@ def test_backward_kernels_give_the_gradients_and_move_what_they_must(simulator, 
     out = fs.attention(q, k, v, **what)
     tolerance = {"float32": 4e-6, "float16": 4e-3, "bfloat16": 4e-2}[q.dtype.name]
     *found, traffic = simulator.call(
-        "backward", q, k, v, out.output, out.lse, do, tiles=tiles, threads=threads, **what
-    )
+        "backward", q, k, v, out.output, out.lse, do,
+        algorithm=algorithm, tiles=tiles, threads=threads, **what,
+    )  # fmt: skip
     for got, right in zip(found, gradients(q, k, v, do, **what), strict=True):
+        assert got.dtype == q.dtype
         assert got.shape == right.shape
         assert np.abs(got.astype(float) - right).max() <= tolerance * (1 + np.abs(right).max())
-
-    p = checked(q, k, v, **what)
-    d, heads = q.shape[-1], p.q.shape[-3]
-    rows = keys = mask = 0
-    for item in np.ndindex(*p.q.shape[:-3]):
-        for h in range(heads):
-            one = p.mask((*item, h))
-            seen = visits(one, *tiles)
-            rows, keys = rows + seen.row_visits, keys + seen.key_visits
-            if one.array is not None:
-                tall, broad = (one.array.shape[n] == N for n, N in enumerate((one.Nq, one.Nk)))
-                per_row = seen.keys if broad else seen.tiles
-                mask += int((seen.times * seen.rows if tall else seen.times) @ per_row)
-    arrays = {"mask": mask} if mask else {}
-    lse, once = out.lse.size, {"K": k.size, "V": v.size}
-    assert traffic["D"] == ({"dO": q.size, "O": q.size}, {"D": lse})
-    passing = {"Q": rows * d, "dO": rows * d, "L": rows, "D": rows}
-    reads, writes = traffic["dKdV"]
-    assert reads == {n: x for n, x in (once | passing | arrays).items() if x}
-    assert writes == {"dK": k.size, "dV": v.size}
-    reads, writes = traffic["dQ"]
-    staying = {"Q": q.size, "dO": q.size, "L": lse, "D": lse}
-    assert reads == {
-        n: x for n, x in (staying | {"K": keys * d, "V": keys * d} | arrays).items() if x
-    }
-    assert writes == {"dQ": q.size}
+    if "round" in traffic:
+        assert traffic.pop("round") == ({"A": q.size}, {"B": q.size})
+    if algorithm == "flash1":
+        lse = out.lse.size
+        assert traffic.pop("statistics") == ({"L": lse}, {"l": lse, "m": lse})
+    if algorithm == "flash2":
+        assert traffic["zeros"] == ({}, {"A": q.size})
+        traffic["zeros"] = ({}, {"dQ": q.size})
+    assert summed(traffic, *traffic) == expected_backward(algorithm, q, k, v, tiles, **what)
 
 
-@pytest.mark.parametrize("algorithm", ["flash1", "flash2", "split_kv"])
+@pytest.mark.parametrize("algorithm", ["flash1", "flash2", "flash2-two-kernel"])
+def test_gradients_take_nothing_from_behind_a_mask(simulator, algorithm):
+    """NaN in the padding, and a query that sees nothing; source: faults A3, A8."""
+    rng = np.random.default_rng(6)
+    q, k, v = (rng.standard_normal((1, 1, n, 4)).astype(np.float32) for n in (7, 20, 20))
+    do = rng.standard_normal(q.shape).astype(np.float32)
+    what = {"key_padding_mask": np.arange(20)[None] < 9, "window": (10, 0)}
+    out = fs.attention(q, k, v, **what)  # the last query sees keys 9 to 19
+    assert np.isinf(out.lse[0, 0]).tolist() == [False] * 6 + [True]
+    what |= {"algorithm": algorithm, "tiles": (8, 8), "threads": (2, 4)}
+    *clean, _ = simulator.call("backward", q, k, v, out.output, out.lse, do, **what)
+    k[..., 9:, :], v[..., 9:, :] = np.nan, np.inf
+    *dirty, _ = simulator.call("backward", q, k, v, out.output, out.lse, do, **what)
+    for a, b in zip(clean, dirty, strict=True):
+        assert np.isfinite(a).all()
+        assert a.tobytes() == b.tobytes()
+    assert not clean[0][0, 0, 6].any()
+    assert not clean[1][0, 0, 9:].any()
+
+
+@pytest.mark.parametrize("algorithm", ["flash1", "flash2", "split_kv", "block_sparse"])
 def test_a_block_layout_is_attention_with_the_expanded_mask(simulator, algorithm):
     """Ragged sizes, and a row of blocks that is empty; source: faults A10, A11."""
     rng = np.random.default_rng(5)
@@ -253,6 +283,17 @@ def test_refusals_name_the_argument_its_value_and_what_is_accepted(simulator):
     ]:
         found, message = simulator.call("refused", *arrays, **what)
         assert found == kind
+        assert text in message
+    more = (f32, f32[..., 0], f32)
+    for what, text in [
+        ({"algorithm": "flash3"}, "one of 'flash1', 'flash2'"),
+        ({"tiles": (6, 8)}, "Br and Bc each a multiple of 4"),
+        ({"algorithm": "block_sparse", "tiles": (8, 8)}, "block_mask=None"),
+    ]:
+        found, message = simulator.call(
+            "refused", *(f32,) * 3, *more, front="attention_backward", **what
+        )
+        assert found == "ValueError"
         assert text in message
 
 

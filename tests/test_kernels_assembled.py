@@ -11,7 +11,10 @@ from kernel_process import KernelProcess
 pytest.importorskip("numba.cuda", reason="the kernels need numba and numba-cuda")
 pytest.importorskip("cuda.core", reason="the assembler comes with numba-cuda[cu13]")
 
-NAMES = ("flash2", "flash1", "scores", "softmax", "values", "split", "merge", "D", "dKdV", "dQ")
+NAMES = (
+    "flash2", "flash1", "scores", "softmax", "values", "split", "merge", "D", "flash2_backward",
+    "dKdV", "dQ", "flash1_backward", "load_only flash2", "load_only flash1",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +26,20 @@ def compiler():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_default_tiles_stay_in_registers(compiler, name):
-    """No spills, no local memory, no float64, and a block's registers fit a multiprocessor."""
-    for said in compiler.call("assembled", name, 64, ("sm_80", "sm_90a")).values():
-        assert said["spill_bytes"] == said["stack_bytes"] == 0
+    """No spills, no local memory, no float64, and a block's registers fit a multiprocessor.
+
+    But for FlashAttention's backward kernel on sm_80, which has eight matrices to address.
+    """
+    for arch, said in compiler.call("assembled", name, 64, ("sm_80", "sm_90a")).items():
+        spills = 256 if (name, arch) == ("flash1_backward", "sm_80") else 0
+        assert said["spill_bytes"] <= spills
+        assert said["stack_bytes"] <= spills
         assert said["wide_floats"] == 0
         assert 0 < said["registers"] * said["threads"] <= 65536
+
+
+def test_every_kernel_is_looked_at(compiler):
+    assert set(compiler.call("kernel_names")) == set(NAMES)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -15,8 +15,8 @@ from typing import Any
 
 from .. import __version__
 from . import ceilings, counters
-from .cases import Case
-from .timing import Flush, compile_ahead, inputs, milliseconds
+from .cases import LONG, Case
+from .timing import Flush, compile_all, inputs, kinds, milliseconds
 
 Row = dict[str, Any]
 
@@ -39,6 +39,7 @@ def bench(
     count: bool = False,
     flush: bool = False,
     peers: bool = True,
+    commit: str | None = None,
     on_step: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """Time the cases on the current GPU; with `count`, read hardware counters too.
@@ -52,8 +53,10 @@ def bench(
         Push everything out of the L2 before each timed call.
     peers : bool
         Time PyTorch's attention on the same inputs, if it is installed.
+    commit : str, optional
+        What is measured, where git cannot say it.
     on_step : callable
-        Told each case as it starts.
+        Told each of `stages` as it starts.
 
     Returns
     -------
@@ -61,26 +64,32 @@ def bench(
         header, ceilings, and rows: one dict for each launch.
     """
     require_gpu()
+    compile_all(cases, on_step)
     rows: list[Row] = []
     before = Flush() if flush else None
     for case in cases:
-        on_step(case.label)
-        compile_ahead(case)
+        on_step(f"timing {case.label}")
         rows += case_rows(case, before)
-    counted = counters.count(cases) if count else []
+    counted = counters.count(cases, on_step) if count else []
     for row, found in zip(rows, (x for case in counted for x in case), strict=False):
         row |= {name: value for name, value in found.items() if name != "kernel"}
     if peers:
-        for shape, dtype in dict.fromkeys((case.shape, case.dtype) for case in cases):
+        square = [case for case in cases if case.queries is None and case.shape != LONG]
+        for shape, dtype in dict.fromkeys((case.shape, case.dtype) for case in square):
             rows += peer_rows(shape, dtype, before)
-    return {"header": header(flush), "ceilings": ceilings.general(), "rows": rows}
+    return {"header": header(flush, commit), "ceilings": ceilings.general(), "rows": rows}
+
+
+def stages(cases: Sequence[Case], count: bool) -> int:
+    """How often `bench` tells `on_step` something."""
+    return len(kinds(cases)) + len(cases) * (2 if count else 1)
 
 
 def case_rows(case: Case, before: Callable[[], None] | None = None) -> list[Row]:
     """A row for each launch of a case: its time, and the rates its bytes are held against."""
     from ..kernels import gpu
 
-    plans = [case.plan(*x) for x in inputs(case.shape, case.dtype)]
+    plans = [case.plan(*x) for x in inputs(case.shape, case.Nq, case.dtype)]
     rows = []
     for n, step in enumerate(plans[0].steps):
         for plan in plans:
@@ -91,10 +100,9 @@ def case_rows(case: Case, before: Callable[[], None] | None = None) -> list[Row]
         resident = ceilings.resident_blocks(step)
         blocks = min(step.grid, resident * gpu.multiprocessors())
         row |= {"grid": step.grid, "threads": step.threads, "shared_bytes": step.shared_bytes}
-        row["blocks_per_sm"] = resident
-        for name, size in (("l2", ceilings.L2_ROWS), ("dram", ceilings.DRAM_ROWS)):
-            rate = ceilings.bare_reads(blocks, step.threads, step.shared_bytes, size)
-            row[f"{name}_bytes_per_second"] = rate
+        row |= {"blocks_per_sm": resident, "parts": plans[0].parts}
+        row |= {"under_way": step.under_way, "sharing": step.sharing}
+        row |= ceilings.rates(blocks, step)
         rows.append(row)
     return rows
 
@@ -106,7 +114,10 @@ def peer_rows(shape: Any, dtype: str, before: Callable[[], None] | None = None) 
     except ImportError:
         return []
     torch.backends.cuda.matmul.allow_tf32 = False
-    sets = [tuple(torch.as_tensor(x, device="cuda") for x in qkv) for qkv in inputs(shape, dtype)]
+    sets = [
+        tuple(torch.as_tensor(x, device="cuda") for x in qkv[:3])
+        for qkv in inputs(shape, shape[2], dtype)
+    ]
 
     def unfused(q: Any, k: Any, v: Any) -> Any:
         return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v
@@ -120,11 +131,11 @@ def peer_rows(shape: Any, dtype: str, before: Callable[[], None] | None = None) 
     return rows
 
 
-def header(flush: bool) -> dict[str, Any]:
+def header(flush: bool, commit: str | None = None) -> dict[str, Any]:
     """On what this ran, and how it was measured."""
     from ..kernels import gpu
 
-    device = gpu.cuda.get_current_device()
+    device, here = gpu.cuda.get_current_device(), str(Path(__file__).parent)
     name = device.name.decode() if isinstance(device.name, bytes) else str(device.name)
     found = {
         "gpu": name,
@@ -132,7 +143,7 @@ def header(flush: bool) -> dict[str, Any]:
         "l2_bytes": int(device.L2_CACHE_SIZE),
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "flashsim": __version__,
-        "commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "commit": commit or _said("git", "-C", here, "describe", "--always", "--dirty"),
         "python": platform.python_version(),
     }
     for package in ("numba", "numba-cuda", "numpy", "torch"):

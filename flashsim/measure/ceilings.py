@@ -1,45 +1,81 @@
-"""What the GPU can do at most, measured: a copy, multiply-adds, and bare reads.
+"""What the GPU can do at most, measured: a copy, multiply-adds, bare reads and writes.
 
-A kernel with few threads cannot keep enough reads under way to reach the rate of a copy. So for
-each launch a bare loop of reads runs with as many blocks, threads and bytes of shared memory as the
-kernel has on the GPU at a time, eight reads a thread under way, once over 16 MB, which the L2
-holds, and once over 512 MB, which it does not. Those are the rates that its bytes are held against.
+A kernel with few threads, or that waits for its loads, cannot keep enough under way to reach the
+rate of a copy: by Little's law its rate is at most what is under way over the latency. Instead of
+computing that, a bare loop of reads runs with as many blocks, threads and bytes of shared memory as
+a launch has on the GPU at a time. Each thread has as many loads of the same width under way as
+there, all wait for the slowest before the next, and as many blocks as there read the same. Once
+over 16 MB, which the L2 holds, and once over 512 MB, which it does not. A bare loop of writes does
+the same without waiting. Those are the rates that the bytes of a launch are held against.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from .timing import milliseconds
 
-L2_ROWS = 4 * 1024  # of 1024 floats
-DRAM_ROWS = 128 * 1024
-READ_BYTES = 2e9
+L2_BYTES = 16 * 1024**2
+DRAM_BYTES = 512 * 1024**2
+ROW_BYTES = 4096
+MOVED_BYTES = 2e9
 
 
 @cache
-def _reads() -> Any:
-    from ..kernels.gpu import cuda, float32, kernel, load, uint32
+def _reads(loads: int, item: int, threads: int) -> Any:
+    """A loop of reads: `loads` of `item` bytes a thread under way, then a barrier."""
+    from ..kernels.gpu import cuda, device, float32, kernel, load, load_four, uint32
 
-    def read_only(A: Any, turns: Any, out: Any) -> None:
-        tid, threads = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
+    def fetch_four(A: Any, r: Any, c: Any, x: Any, u: Any) -> None:
+        x[4 * u], x[4 * u + 1], x[4 * u + 2], x[4 * u + 3] = load_four(A, r, uint32(4 * c))
+
+    def fetch_one(A: Any, r: Any, c: Any, x: Any, u: Any) -> None:
+        x[u] = float32(load(A, r, c))
+
+    fetch, room = device(fetch_four if item == 16 else fetch_one), loads * (4 if item == 16 else 1)
+    row = ROW_BYTES // item
+
+    def read_only(A: Any, turns: Any, sharing: Any, out: Any) -> None:
+        tid = uint32(cuda.threadIdx.x)
         rows = uint32(A.shape[0] - 1)
-        x = cuda.local.array(8, float32)
+        group, groups = cuda.blockIdx.x // sharing, (cuda.gridDim.x + sharing - 1) // sharing
+        x = cuda.local.array(room, float32)
         total = float32(0)
         for turn in range(turns):
-            start = uint32(turn * cuda.gridDim.x + cuda.blockIdx.x) * uint32(8) * threads + tid
-            for u in range(8):
-                e = uint32(start + uint32(u) * threads)
-                x[u] = load(A, uint32((e >> uint32(10)) & rows), uint32(e & uint32(1023)))
-            for u in range(8):
+            start = uint32(turn * groups + group) * uint32(loads * threads) + tid
+            for u in range(loads):
+                e = uint32(start + uint32(u * threads))
+                fetch(A, uint32((e // uint32(row)) & rows), uint32(e % uint32(row)), x, u)
+            for u in range(room):
                 total += x[u]
+            cuda.syncthreads()
         if total == float32(12345.678):
             out[0] = total
 
-    return kernel(read_only)
+    return kernel(threads)(read_only)
+
+
+@cache
+def _writes(stores: int, threads: int) -> Any:
+    """A loop of writes: `stores` of 16 bytes a thread, then a barrier."""
+    from ..kernels.gpu import cuda, float32, kernel, store_four, uint32
+
+    row = ROW_BYTES // 16
+
+    def write_only(A: Any, turns: Any) -> None:
+        tid, rows, x = uint32(cuda.threadIdx.x), uint32(A.shape[0] - 1), float32(cuda.threadIdx.x)
+        for turn in range(turns):
+            block = uint32(turn * cuda.gridDim.x + cuda.blockIdx.x)
+            for u in range(stores):
+                e = uint32(block * uint32(stores * threads) + tid + uint32(u * threads))
+                r, c = uint32((e // uint32(row)) & rows), uint32(4 * (e % uint32(row)))
+                store_four(A, r, c, (x, x, x, x))
+            cuda.syncthreads()
+
+    return kernel(threads)(write_only)
 
 
 @cache
@@ -60,7 +96,7 @@ def _multiply_adds() -> Any:
         if total == float32(12345.678):
             out[0] = total
 
-    return kernel(multiply_add)
+    return kernel(256)(multiply_add)
 
 
 def general() -> dict[str, float]:
@@ -97,22 +133,50 @@ def resident_blocks(step: Any) -> int:
     )
 
 
+def rates(blocks: int, step: Any) -> dict[str, float]:
+    """Bytes a second of bare reads and writes like those of a launch with so many blocks at a time.
+
+    From and into an array that the L2 holds (l2), and one that it does not (dram).
+    """
+    place = blocks, step.threads, step.shared_bytes
+    return {
+        "l2_bytes_per_second": bare_reads(*place, L2_BYTES, *step.under_way, step.sharing),
+        "dram_bytes_per_second": bare_reads(*place, DRAM_BYTES, *step.under_way),
+        "l2_written_bytes_per_second": bare_writes(*place, L2_BYTES, step.under_way[0]),
+        "dram_written_bytes_per_second": bare_writes(*place, DRAM_BYTES, step.under_way[0]),
+    }
+
+
 @cache
-def bare_reads(blocks: int, threads: int, shared_bytes: int, rows: int) -> float:
-    """Bytes a second that a loop of reads gets from an array of `rows` x 1024 floats."""
+def bare_reads(
+    blocks: int, threads: int, shared_bytes: int, size: int, loads: int, item: int, sharing: int = 1
+) -> float:
+    """Bytes a second that the loop of reads gets from an array of `size` bytes."""
     from ..kernels import gpu
 
-    A, out = _array(rows), _array(1)[0]
-    turns = max(1, round(READ_BYTES / (blocks * threads * 32)))
-    args = (A, np.int64(turns), out)
-    found = milliseconds(
-        [lambda: gpu.launch(_reads(), blocks, threads, shared_bytes, 0, args)], seconds=0.02
-    )
-    return 1e3 * blocks * threads * turns * 32 / float(found["ms"])
+    A, out = _array(size, 2 if item == 2 else 4), gpu.cuda.device_array(1, np.float32)
+    turns = max(1, round(MOVED_BYTES / (blocks * threads * loads * item)))
+    args = (A, np.int64(turns), np.int64(sharing), out)
+    call = partial(gpu.launch, _reads(loads, item, threads), blocks, threads, shared_bytes, 0, args)
+    ms = float(milliseconds([call], seconds=0.02)["ms"])
+    return 1e3 * blocks * threads * turns * loads * item / ms
 
 
 @cache
-def _array(rows: int) -> Any:
+def bare_writes(blocks: int, threads: int, shared_bytes: int, size: int, stores: int) -> float:
+    """Bytes a second that the loop of writes gets into an array of `size` bytes."""
+    from ..kernels import gpu
+
+    turns = max(1, round(MOVED_BYTES / (blocks * threads * stores * 16)))
+    args = (_array(size, 4), np.int64(turns))
+    call = partial(gpu.launch, _writes(stores, threads), blocks, threads, shared_bytes, 0, args)
+    ms = float(milliseconds([call], seconds=0.02)["ms"])
+    return 1e3 * blocks * threads * turns * stores * 16 / ms
+
+
+@cache
+def _array(size: int, item: int) -> Any:
     from ..kernels.gpu import cuda
 
-    return cuda.to_device(np.zeros((rows, 1024), np.float32))
+    dtype = np.uint16 if item == 2 else np.float32
+    return cuda.to_device(np.zeros((size // ROW_BYTES, ROW_BYTES // item), dtype))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .cases import Case, from_dict
+from ..cost.cache import DramCost, dram_cost
+from ..memory import Traffic
+from .cases import LOAD_ONLY, Case, from_dict
 
 RECORDED = Path(__file__).parent / "data" / "h200.json"
 READ_TOLERANCE, WRITE_TOLERANCE, DRAM_TOLERANCE, TIME_TOLERANCE = 0.01, 0.03, 0.10, 0.15
@@ -153,64 +156,54 @@ def _ranks(values: Any) -> Any:
 
 
 def _record(row: dict[str, Any], case: Case, data: dict[str, Any]) -> dict[str, Any]:
-    cost = case.cost(row["step"])
-    dram = dram_read_bytes(
-        case, row["step"], row["grid"], row["blocks_per_sm"], data["header"]["multiprocessors"],
-        data["header"]["l2_bytes"],
-    )  # fmt: skip
-    # What is written reaches the DRAM as far as the L2 does not keep it, which we do not model: it
-    # counts where what is read does not fit either.
-    streamed = dram + (cost.written_bytes if dram >= cost.read_bytes else 0)
-    parts = {
-        "L2": cost.total_bytes / row["l2_bytes_per_second"],
-        "DRAM": streamed
-        / min(data["ceilings"]["copy_bytes_per_second"], row["dram_bytes_per_second"]),
+    cost = case.cost(row["step"], row["parts"])
+    slots = row["blocks_per_sm"] * data["header"]["multiprocessors"]
+    dram: Traffic = cost  # split_kv reads each element once, and more than the L2 holds
+    if case.algorithm != "split_kv":
+        dram = dram_traffic(case, row["step"], slots, data["header"]["l2_bytes"])
+    rates = {**row, "copy": data["ceilings"]["copy_bytes_per_second"]}
+    times = {
+        "L2": cost.read_bytes / rates["l2_bytes_per_second"]
+        + cost.written_bytes / rates["l2_written_bytes_per_second"],
+        "DRAM": dram.read_bytes / min(rates["copy"], rates["dram_bytes_per_second"])
+        + dram.written_bytes / min(rates["copy"], rates["dram_written_bytes_per_second"]),
         "FMA": cost.flops / data["ceilings"]["float32_flops_per_second"],
     }
-    binds = max(parts, key=lambda name: parts[name])
+    binds = max(times, key=lambda name: times[name])
+    read, written = case.sector_bytes(row["step"], row["parts"])
     record = {
         **row,
-        "label": case.label if len(case.steps) == 1 else f"{case.algorithm}, {row['step']}",
-        "model_sm_read_bytes": cost.read_bytes,
-        "model_sm_written_bytes": cost.written_bytes,
-        "model_dram_read_bytes": dram,
-        "model_ms": 1e3 * parts[binds],
+        "label": case.label if len(case.steps) == 1 else f"{case.label}, {row['step']}",
+        "model_sm_read_bytes": read,
+        "model_sm_written_bytes": written,
+        "model_dram_read_bytes": dram.read_bytes,
+        "model_ms": 1e3 * times[binds],
         "model_binds": binds,
-        "ms_ratio": row["ms"] / (1e3 * parts[binds]),
+        "ms_ratio": row["ms"] / (1e3 * times[binds]),
     }
     for name in ("sm_read", "sm_written", "dram_read"):
-        if f"{name}_bytes" in row:
-            model = record[f"model_{name}_bytes"]
+        if f"{name}_bytes" in row and (model := record[f"model_{name}_bytes"]):
             record[f"{name}_ratio"] = row[f"{name}_bytes"] / model
     record["busiest"], record["because"] = _explained(record)
     return record
 
 
-def dram_read_bytes(
-    case: Case, step: str, grid: int, blocks_per_sm: int, multiprocessors: int, l2_bytes: int
-) -> int:
-    """What a launch reads from the DRAM, behind an L2 that keeps all of what fits or nothing.
+def dram_traffic(case: Case, step: str, slots: int, l2_bytes: int) -> DramCost:
+    """What a launch moves to and from the DRAM, with so many blocks in flight before such an L2.
 
-    The blocks that are on the GPU together walk their loops in step. If all that they come back to
-    fits in the L2, each array is read once. Otherwise flash2's blocks read K and V once for each
-    wave of blocks, and flash1's heads read everything each time. S and P are read where they are.
+    The caches are empty before it, as under Nsight Compute; see `flashsim.cost.cache`.
     """
-    cost = case.cost(step)
+    return _dram_traffic(replace(case, loads_only=False), step, slots, l2_bytes)
+
+
+@cache
+def _dram_traffic(case: Case, step: str, slots: int, l2_bytes: int) -> DramCost:
     batch, heads, N, d = case.shape
-    matrix = N * d * cost.item_bytes["K" if "K" in cost.item_bytes else "V"]
-    resident = min(grid, blocks_per_sm * multiprocessors)
-    once = {name: batch * heads * matrix for name in cost.reads if name in "QKV"}
-    if case.algorithm == "standard":
-        squares = sum(n * cost.item_bytes[name] for name, n in cost.reads.items() if name in "SP")
-        return sum(once.values()) + squares
-    if case.algorithm == "flash1":
-        held = resident * (matrix + N * (d + 2) * cost.item_bytes["O"])
-        return cost.read_bytes if held > l2_bytes else sum(once.values())
-    tiles_of_head = grid // (batch * heads)
-    if -(-resident // tiles_of_head) * 2 * matrix <= l2_bytes:
-        return sum(once.values())
-    waves = max(1.0, tiles_of_head / resident)
-    return once["Q"] + int(waves * (once["K"] + once["V"]))
+    return dram_cost(
+        case.algorithm, N=case.Nq, Nk=N, d=d, Br=case.tiles[0], Bc=case.tiles[1], heads=heads,
+        batch=batch, dtype=case.dtype, backward=case.backward, launch=step, slots=slots,
+        l2_bytes=l2_bytes, **case.rules,
+    )  # fmt: skip
 
 
 def _explained(record: dict[str, Any]) -> tuple[str, str]:
@@ -237,7 +230,7 @@ def _explained(record: dict[str, Any]) -> tuple[str, str]:
 def _series(records: Iterable[dict[str, Any]]) -> list[Series]:
     found: dict[tuple[str, tuple[int, ...]], dict[tuple[int, int], dict[bool, Any]]] = {}
     for r in records:
-        if r["algorithm"] in ("flash1", "flash2"):
+        if r["algorithm"] in LOAD_ONLY and not r["backward"]:
             tiles = found.setdefault((r["algorithm"], tuple(r["shape"])), {})
             tiles.setdefault(tuple(r["tiles"]), {})[r["loads_only"]] = r
     series = []
@@ -265,6 +258,7 @@ def _failures(r: dict[str, Any]) -> list[str]:
     limits = (
         ("sm_read", "bytes read", READ_TOLERANCE),
         ("sm_written", "bytes written", WRITE_TOLERANCE),
+        ("dram_read", "bytes read from the DRAM", DRAM_TOLERANCE),
     )
     return [
         f"{what}: {words}, measured / model {r[f'{name}_ratio']:.3f}"

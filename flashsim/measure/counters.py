@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ METRICS = {
     "lts__t_sectors.avg.pct_of_peak_sustained_elapsed": "l2_percent",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram_percent",
 }
+COUNTING = "counting"
 
 
 def parse_csv(text: str) -> list[dict[str, Any]]:
@@ -67,23 +68,32 @@ def parse_csv(text: str) -> list[dict[str, Any]]:
 
 
 def command(python: Sequence[str]) -> list[str]:
-    """How ncu is called around a Python program."""
+    """How ncu is called around a Python program, which says from where to where it counts."""
     return [
         "ncu", "--csv", "--print-units", "base", "--clock-control", "none",
-        "--metrics", ",".join(METRICS), "--kernel-name", "regex:flash1|flash2|standard", *python,
+        "--profile-from-start", "off", "--metrics", ",".join(METRICS), *python,
     ]  # fmt: skip
 
 
-def count(cases: Sequence[Case]) -> list[list[dict[str, Any]]]:
-    """Of each case, the counters of each of its steps."""
+def count(
+    cases: Sequence[Case], on_step: Callable[[str], None] = lambda what: None
+) -> list[list[dict[str, Any]]]:
+    """Of each case, the counters of each of its steps; `on_step` is told each case as it starts."""
     if shutil.which("ncu") is None:
         raise OSError("--counters: expected Nsight Compute's `ncu` on the path, there is none")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cases.json"
         file.write_text(json.dumps([case.as_dict() for case in cases]))
-        program = [sys.executable, "-c", f"from {__name__} import main; main()", str(file)]
-        done = subprocess.run(command(program), capture_output=True, text=True, check=False)
-    return by_case(cases, parse_csv(done.stdout + done.stderr))
+        program = [sys.executable, "-u", "-c", f"from {__name__} import main; main()", str(file)]
+        said = []
+        with subprocess.Popen(
+            command(program), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as running:
+            for line in running.stdout or ():
+                said.append(line)
+                if line.startswith(COUNTING):
+                    on_step(line.strip())
+    return by_case(cases, parse_csv("".join(said)))
 
 
 def by_case(cases: Sequence[Case], found: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -96,12 +106,16 @@ def by_case(cases: Sequence[Case], found: list[dict[str, Any]]) -> list[list[dic
 
 
 def launch_all(cases: Sequence[Case]) -> None:
-    """Launch each case once, in order."""
+    """Launch each case once, in order; only that is counted, not what prepares it."""
     from ..kernels.gpu import cuda
 
     for case in cases:
-        case.plan(*inputs(case.shape, case.dtype, 1)[0]).launch()
+        plan = case.plan(*inputs(case.shape, case.Nq, case.dtype, 1)[0])
         cuda.synchronize()
+        print(COUNTING, case.label)
+        with cuda.profiling():
+            plan.launch()
+            cuda.synchronize()
 
 
 def main() -> None:

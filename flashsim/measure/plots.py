@@ -9,6 +9,7 @@ from ..plots import MARKS, SERIES, _figure
 from .compare import Comparison, Series
 
 GIGA = 1e9
+SMALL = 0.01  # GB: what moves less is left out
 
 
 def comparison(path: Path, found: Comparison) -> None:
@@ -42,7 +43,7 @@ def _bytes(at: Any, records: list[dict[str, Any]]) -> None:
         pairs = [
             (r[f"model_{key}_bytes"] / GIGA, r[f"{key}_bytes"] / GIGA)
             for r in records
-            if f"{key}_bytes" in r
+            if f"{key}_bytes" in r and r[f"model_{key}_bytes"] > SMALL * GIGA
         ]
         if pairs:
             x, y = zip(*pairs, strict=True)
@@ -62,13 +63,16 @@ def _times(at: Any, records: list[dict[str, Any]]) -> None:
     groups: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     for r in records:
         moved = (r["model_sm_read_bytes"] + r["model_sm_written_bytes"]) / GIGA
-        groups.setdefault((r["algorithm"], r["loads_only"]), []).append((moved, r["ms"]))
+        if moved < SMALL:
+            continue
+        name = "backward passes" if r["backward"] else r["algorithm"]
+        groups.setdefault((name, r["loads_only"]), []).append((moved, r["ms"]))
     names = list(dict.fromkeys(name for name, _ in groups))
     for (name, loads_only), pairs in groups.items():
         n = names.index(name)
         x, y = zip(*pairs, strict=True)
         at.plot(
-            x, y, MARKS[n], color=SERIES[(0, 1, 3)[n % 3]],
+            x, y, MARKS[n % len(MARKS)], color=SERIES[n % len(SERIES)],
             fillstyle="none" if loads_only else "full",
             label=f"{name}, loads only" if loads_only else name,
         )  # fmt: skip

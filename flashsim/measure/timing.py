@@ -6,6 +6,7 @@ copy of more than it holds before each call.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,23 +23,44 @@ FLUSH_BYTES = 256 * 1024**2
 
 
 @lru_cache(maxsize=1)
-def inputs(shape: Shape, dtype: str, sets: int = SETS) -> list[tuple[Any, Any, Any]]:
-    """Sets of q, k, v of normal numbers on the GPU."""
+def inputs(shape: Shape, Nq: int, dtype: str, sets: int = SETS) -> list[tuple[Any, ...]]:
+    """Sets of q, k, v and the gradient of the output, normal numbers on the GPU; Nq: queries."""
     from ..kernels.gpu import cuda
 
+    batch, heads, N, d = shape
     rng = np.random.default_rng(0)
-    found = []
-    for _ in range(sets):
-        q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(3))
-        found.append((cuda.to_device(q), cuda.to_device(k), cuda.to_device(v)))
-    return found
+    return [
+        tuple(
+            cuda.to_device(rng.standard_normal((batch, heads, rows, d), np.float32).astype(dtype))
+            for rows in (Nq, N, N, Nq)
+        )
+        for _ in range(sets)
+    ]
+
+
+def kinds(cases: Sequence[Case]) -> list[Case]:
+    """The cases that are compiled apart: what a kernel is compiled for is not its size."""
+    small = [replace(case, shape=(1, 1, 256, case.shape[3]), queries=None) for case in cases]
+    return list(dict.fromkeys(small))
 
 
 def compile_ahead(case: Case) -> None:
-    """Compile a case's kernels without a launch: what they are compiled for is not its size."""
-    q = np.zeros((1, 1, 256, case.shape[3]), case.dtype)
-    for step in replace(case, shape=q.shape).plan(q, q, q).steps:
+    """Compile a case's kernels."""
+    x = np.zeros(case.shape, case.dtype)
+    for step in case.plan(x, x, x, x).steps:
         step.function.compile(tuple(step.function.typeof_pyval(a) for a in step.args))
+
+
+def compile_all(cases: Sequence[Case], on_step: Callable[[str], None]) -> None:
+    """Compile every case's kernels, in processes beside each other, which keep them on disk."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    workers = max(1, min(8, (os.cpu_count() or 2) // 2))
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        for case, done in [(case, pool.submit(compile_ahead, case)) for case in kinds(cases)]:
+            on_step(f"compiling {case.label}")
+            done.result()
 
 
 class Flush:

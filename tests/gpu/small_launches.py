@@ -20,7 +20,10 @@ def main():
         q, k, v = (rng.standard_normal((1, 2, n, d)).astype(dtype) for n in (150, 200, 200))
         for algorithm in ("standard", "flash1", "flash2", "split_kv"):
             out = kernels.attention(q, k, v, algorithm=algorithm, tiles=(32, 32), **what)
-        kernels.attention_backward(q, k, v, out.output, out.lse, q, tiles=(32, 32), **what)
+        for algorithm in ("flash1", "flash2", "flash2-two-kernel"):
+            kernels.attention_backward(
+                q, k, v, out.output, out.lse, q, algorithm=algorithm, tiles=(32, 32), **what
+            )
     print("launched")
 
 
