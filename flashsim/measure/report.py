@@ -147,7 +147,6 @@ def _bytes_cells(name: str, r: dict[str, Any]) -> Cells:
     cells = {name: r["label"]}
     for what, key in (("read", "sm_read"), ("written", "sm_written"), ("DRAM", "dram_read")):
         cells[f"{what}\nmodel"] = count(r[f"model_{key}_bytes"])
-        cells[f"{what}\nmeasured"] = count(r.get(f"{key}_bytes"))
         cells[f"{what}\nm/m"] = _ratio(r.get(f"{key}_ratio"), 4)
     return cells
 
