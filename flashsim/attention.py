@@ -21,9 +21,9 @@ from .algorithms import (
     check_required,
 )
 from .algorithms.grouped import sum_over_group
-from .checks import bad, clamped
+from .checks import bad
 from .cost.counts import Head
-from .cost.tiles import default_tiles
+from .cost.tiles import default_tiles, usable
 from .memory import Hbm, Machine, Traffic, widened
 from .online_softmax import log, shift
 from .problem import Problem, as_array, checked
@@ -61,6 +61,9 @@ class Attention:
         The most that was on chip at once.
     extra_hbm_elements : int
         HBM allocated beyond Q, K, V and O, over all heads.
+    rescales : ndarray (..., Nq) or None
+        How often each row's O and l were rescaled after its first tile, by algorithms that do not
+        rescale at every tile ("flash4").
     traffic_backward : Traffic
         The same of the last `backward`; None before.
     sram_peak_backward_elements, sram_peak_backward_bytes, extra_hbm_backward_elements : int
@@ -76,6 +79,7 @@ class Attention:
     sram_peak_bytes: int
     extra_hbm_elements: int
     call: _Call = field(repr=False)
+    rescales: Array | None = field(default=None, repr=False)
     traffic_backward: Traffic | None = None
     sram_peak_backward_elements: int = 0
     sram_peak_backward_bytes: int = 0
@@ -91,6 +95,11 @@ class Attention:
     def tiles(self) -> tuple[int, int]:
         """The (Br, Bc) it ran with."""
         return self.call.tiles
+
+    @property
+    def splits(self) -> int:
+        """The parts that the keys were cut into."""
+        return self.call.problem.splits
 
     @property
     def kept_elements(self) -> int:
@@ -135,7 +144,6 @@ class Attention:
             raise bad("wrt_mask", wrt_mask, "False, as there is no float attn_mask")
         head = replace(problem.head, d_mask=problem.d_mask if want_mask else "")
         Br, Bc = _tiles(call.given_tiles if tiles is None else tiles, row, head, *call.limits)
-        more = row.more(head, *call.limits)
         sram, sram_bytes = call.limits
         elide = call.convention == "elided"
         machine = Machine(sram=sram, sram_bytes=sram_bytes, elide=elide)
@@ -150,31 +158,36 @@ class Attention:
             d_mask = np.empty(problem.gradient_shape, wide)
             machine.hbm(dmask=d_mask)["dmask"].fill(0)
         parts: dict[str, list[Hbm]] = {"dK": [], "dV": []}
-        for at in np.ndindex(*problem.q.shape[:-2]):
-            key_head = (*at[:-1], at[-1] // problem.group)
-            arrays: dict[str, Any] = machine.hbm(**problem.inputs(at), **call.saved[at], dO=dO[at])
+        for at in np.ndindex(*problem.lead):
+            mine, key_head = problem.rows_at(at), problem.keys_at(at)
+            mask = problem.mask(at, machine, d_mask)
+            one = replace(head, mask=mask)
+            own = usable(row, (Br, Bc), one)
+            arrays: dict[str, Any] = machine.hbm(
+                **problem.inputs(at), **call.saved[at], dO=dO[mine]
+            )
             for name in row.writes:
                 if name == "dQ" or (name in GRADIENTS and not shared):
-                    where = at if name == "dQ" else key_head
+                    where = mine if name == "dQ" else key_head
                     arrays |= machine.hbm(**{name: gradients[name][where]})
                 else:
-                    arrays[name] = machine.allocate(name, _shape(head, name), wide)
+                    arrays[name] = machine.allocate(name, _shape(one, name), wide)
             with np.errstate(all="ignore"):
                 row.run(
                     *(arrays[name] for name in (*row.reads, *row.writes)),
-                    Br=Br,
-                    Bc=Bc,
+                    Br=own[0],
+                    Bc=own[1],
                     scale=problem.scale,
-                    mask=problem.mask(at, machine, d_mask),
+                    mask=mask,
                     drop=problem.dropout(at),
-                    **more,
+                    **row.more(one, *call.limits),
                 )
             if shared:
                 for name, group in parts.items():
                     group.append(machine.hbm(**{name: arrays[name].data})[name])
                     if len(group) == problem.group:
                         total = machine.hbm(**{f"{name}_group": gradients[name][key_head]})
-                        sum_over_group(group, *total.values(), B=max(1, Bc // 2))
+                        sum_over_group(group, *total.values(), B=max(1, own[1] // 2))
                         group.clear()
         self.traffic_backward = machine.traffic
         self.sram_peak_backward_elements = machine.peak_elements
@@ -202,6 +215,14 @@ def attention(
     block_mask: Any = None,
     local_window: int | None = None,
     projection: Any = None,
+    splits: int | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    block_tables: Any = None,
+    seq_lens: Any = None,
+    exp_emulation: tuple[float, int] | None = None,
+    fp8: int | None = None,
+    incoherent: bool = True,
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -214,8 +235,9 @@ def attention(
     """Attention by a tiled algorithm whose memory traffic is counted.
 
     It is exact, softmax over every key that the masks leave, but for the algorithms that the
-    registry calls approximations (`flashsim.ALGORITHMS[name].exact` is False): "local" and
-    "linformer", which run only if `local_window` or `projection` says how coarse they are.
+    registry calls approximations (`flashsim.ALGORITHMS[name].exact` is False): "local",
+    "linformer" and "flash3-fp8", which run only if `local_window`, `projection` or `fp8` says how
+    coarse they are.
 
     Parameters
     ----------
@@ -242,8 +264,31 @@ def attention(
         rule, for Nq = Nk. Free, and skips tiles.
     projection : int or (E, F), optional
         For "linformer", how it mixes the Nk keys and values into k: two arrays (k, Nk) in the dtype
-        of q, or k for the means of k runs of the real keys, as even as can be. Padded keys are not
-        mixed in; no other mask can be given. E and F live in HBM and are counted.
+        of q, or k for the means of k runs of the real keys, as even as can be; k of Nk at most.
+        Padded keys are not mixed in; no other mask can be given. E and F live in HBM and are counted.
+    splits : int, optional
+        For "split_kv", the parts that the keys are cut into, at most 128; more parts than key tiles
+        leave some empty. Default: what the published rule takes on an H200; see
+        `flashsim.cost.splits`.
+    exp_emulation : (share, degree), optional
+        For "flash4", the share of the exponentials that are polynomials of a degree 1 to 5 instead;
+        see `flashsim.exp2`. The error is that of `exp2.LARGEST_ERROR`, more than float32's.
+    fp8 : int, optional
+        For "flash3-fp8", the rows of Q, K and V that share a scale: those of a block, or from N on
+        one scale for the whole array. q is not float64. Q, K and V then take a byte an element in
+        HBM; making them of q, k and v is not charged. See `flashsim.fp8`.
+    incoherent : bool
+        With `fp8`, rotate Q and K by random signs and a Hadamard matrix first.
+    cu_seqlens_q, cu_seqlens_k : int array (sequences + 1,), optional
+        q (heads, total, d), and k and v, hold several sequences one after the other: the n-th is
+        rows cu_seqlens[n] to cu_seqlens[n + 1]. Each attends to itself alone; causal and window are
+        aligned in it, and its dropout is that of item n. An empty one has no rows, or no keys. Keys
+        default to the lengths of the queries. No array, padding or block mask can be given.
+    block_tables, seq_lens : int array (batch, pages of a sequence), (batch,), optional
+        For "paged": k and v are pages, (pages, heads, page, d), or (pages, page, d) for q (Nq, d).
+        Key n of item b is row n mod page of page block_tables[b, n div page], for n below
+        seq_lens[b]; sequences may share pages. What lies beyond is neither read nor counted, and
+        the table is free. No array, padding or block mask can be given.
     scale : float, optional
         Default 1 / sqrt(d).
     dropout_p : float
@@ -276,37 +321,49 @@ def attention(
     row = ALGORITHMS[checks.choice("algorithm", algorithm, ALGORITHMS)]
     checks.choice("convention", convention, checks.CONVENTIONS)
     limit, limit_bytes = checks.budgets(sram, sram_bytes)
+    check_required(
+        algorithm, block_mask=block_mask, local_window=local_window, projection=projection,
+        splits=splits, block_tables=block_tables, exp_emulation=exp_emulation, fp8=fp8,
+    )  # fmt: skip
     problem = checked(
         q, k, v, is_causal=is_causal, causal_align=causal_align, window=window,
         attn_mask=attn_mask, key_padding_mask=key_padding_mask, scale=scale, dropout_p=dropout_p,
         seed=seed, enable_gqa=enable_gqa, block_mask=block_mask, tiles=tiles,
         local_window=local_window, projection=projection,
+        splits=splits if "splits" in row.options else 1,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_tables=block_tables,
+        seq_lens=seq_lens, exp_emulation=exp_emulation,
+        fp8=fp8, incoherent=incoherent,
     )  # fmt: skip
-    check_required(
-        algorithm, block_mask=block_mask, local_window=local_window, projection=projection
-    )
-    head, lead = problem.head, problem.q.shape[:-2]
+    head, rows = problem.head, problem.q.shape[:-1]
     Br, Bc = _tiles(tiles, row, head, limit, limit_bytes)
-    more = row.more(head, limit, limit_bytes)
     machine = Machine(sram=limit, sram_bytes=limit_bytes, elide=convention == "elided")
     wide = widened(problem.q.dtype)
-    output = np.empty((*lead, head.Nq, head.dv), wide if row.wide_output else problem.q.dtype)
-    lse = np.empty((*lead, head.Nq), wide)
+    output = np.empty((*rows, head.dv), wide if row.wide_output else problem.q.dtype)
+    lse = np.empty(rows, wide)
+    rescales = np.zeros(rows, np.int64) if "R" in row.arrays else None
     saved = {}
-    for at in np.ndindex(*lead):
-        arrays = _arrays(machine, row, head, output[at], wide)
+    for at in np.ndindex(*problem.lead):
+        mine, mask = problem.rows_at(at), problem.mask(at, machine)
+        one = replace(head, mask=mask)
+        own = usable(row, (Br, Bc), one)
+        arrays = _arrays(machine, row, one, output[mine], wide)
         with np.errstate(all="ignore"):  # NaN and inf in the inputs show in the output
             row.forward(
                 *machine.hbm(**problem.inputs(at)).values(),
+                *problem.scales(at).values(),
                 *arrays.values(),
-                Br=Br,
-                Bc=Bc,
+                Br=own[0],
+                Bc=own[1],
                 scale=problem.scale,
-                mask=problem.mask(at, machine),
+                mask=mask,
                 drop=problem.dropout(at),
-                **more,
+                **row.more(one, limit, limit_bytes),
+                **problem.paging(at),
             )
-            lse[at] = _logsumexp(arrays)
+            lse[mine] = _logsumexp(arrays)
+        if rescales is not None:
+            rescales[mine] = arrays["R"]
         reads = row.backward["literal"].reads if row.backward else ()
         saved[at] = {name: _stored(a) for name, a in arrays.items() if name in reads}
         if "O" in saved[at]:  # the caller may change what is returned
@@ -320,6 +377,7 @@ def attention(
         sram_peak_bytes=machine.peak_bytes,
         extra_hbm_elements=machine.allocated_elements,
         call=call,
+        rescales=None if rescales is None else problem.as_given(rescales),
     )
 
 
@@ -378,7 +436,7 @@ def _tiles(
 ) -> tuple[int, int]:
     if tiles is None:
         return default_tiles(row, head, sram, sram_bytes)
-    return clamped(checks.pair_of_tiles(tiles), head.Nq, head.Nk)
+    return usable(row, checks.pair_of_tiles(tiles), head)
 
 
 def _shape(

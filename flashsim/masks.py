@@ -181,6 +181,22 @@ class Mask:
             array=array,
         )
 
+    def among(self, span: slice) -> Mask:
+        """The mask that leaves no key outside a span, all else alike; it knows of no gradient."""
+        inside = np.zeros(self.Nk, bool)
+        inside[span] = True
+        if self.keys is not None:
+            inside &= self.keys
+        return Mask(
+            self.Nq,
+            self.Nk,
+            lo=self.lo,
+            hi=self.hi,
+            keys=inside,
+            layout=self.layout,
+            array=self.array,
+        )
+
     def add_gradient(self, dS: Array, i: slice, j: slice) -> Array:
         """Add dS (rows i, columns j) to the array's gradient, if asked for; returns dS.
 

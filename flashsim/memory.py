@@ -276,6 +276,9 @@ class Hbm(NDArrayOperatorsMixin):
 
 
 def _text(where: Any, within: tuple[slice, ...] = ()) -> str:
+    if isinstance(where, np.ndarray):  # rows through a table, each run of them
+        runs = np.split(where, np.flatnonzero(np.diff(where) != 1) + 1)
+        return " and ".join(f"{run[0]}:{run[-1] + 1}" for run in runs if len(run))
     parts = where if isinstance(where, tuple) else (where,)
     if within:  # as the larger array counts them
         parts += tuple(slice(0, side.stop - side.start) for side in within[len(parts) :])
@@ -299,6 +302,30 @@ class Panel:
     def __getitem__(self, part: slice) -> Array:
         where = (part, self.columns) if self.rows is None else (self.rows, part)
         return load(self.A, where)
+
+
+class Paged(Panel):
+    """The rows of a sequence whose pages lie anywhere in an array, in any order."""
+
+    def __init__(self, A: Array | Hbm, table: Array, page: int, length: int) -> None:
+        self.A, self.table, self.page, self.length = A, table, page, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the sequence, and their width."""
+        return self.length, self.A.shape[1]
+
+    def __getitem__(self, part: slice) -> Array:
+        n = np.arange(part.start, part.stop)
+        return load(self.A, self.table[n // self.page] * self.page + n % self.page)
+
+
+def paged(A: Array | Hbm, table: Array, page: int, length: int) -> Paged:
+    """A sequence's rows of A (pages page, width): row n is n mod page of page table[n div page]."""
+    return Paged(A, table, page, length)
 
 
 def row(A: Array | Hbm, i: slice) -> Panel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise, starmap
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ import numpy as np
 from . import checks
 from .checks import bad, bad_type
 from .cost.counts import Head
+from .cost.splits import MOST_SPLITS, usual_splits
 from .dropout import Dropout
+from .exp2 import checked_emulation
+from .fp8 import quantised, rotation
 from .masks import Layout, Mask, band
 from .memory import Machine, widened
 
@@ -21,8 +25,37 @@ LARGEST_WINDOWS = 2**12  # of local attention: a layout of 2^24 blocks
 
 
 @dataclass(frozen=True)
+class Sequence:
+    """One of several packed sequences: its rows of q, and of k and v; lo and hi as in `Mask`."""
+
+    rows: slice
+    keys: slice
+    lo: int
+    hi: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys."""
+        return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+
+
+@dataclass(frozen=True)
+class Table:
+    """The pages of one sequence, in its order, and how many keys they hold; lo, hi as in `Mask`."""
+
+    pages: Array
+    length: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
 class Problem:
-    """Checked inputs, (*batch, heads, N, d), whatever the algorithm."""
+    """Checked inputs, (*batch, heads, N, d), whatever the algorithm.
+
+    Packed sequences lie one after the other in (heads, N, d). `at` is (*batch, head), or (sequence,
+    head) if there are any.
+    """
 
     q: Array
     k: Array
@@ -39,6 +72,13 @@ class Problem:
     seed: int
     alone: bool  # q came without a heads axis
     projection: tuple[Array, Array] | None = None  # Linformer's E and F, (*batch, k, Nk)
+    splits: int = 1  # parts of the keys, each with a partial result
+    sequences: tuple[Sequence, ...] | None = None
+    tables: tuple[Table, ...] | None = None  # of each item; k and v are then all pages, for each
+    page: int = 0  # rows of a page
+    fp8: int | None = None  # rows that share a scale
+    incoherent: bool = True  # in FP8, whether Q and K are rotated
+    emulation: tuple[float, int] | None = None  # share and degree of polynomial exponentials
 
     def as_given(self, x: Array) -> Array:
         """x (*batch, heads, ...) with the leading dimensions that q came with."""
@@ -48,24 +88,65 @@ class Problem:
     def head(self) -> Head:
         """The sizes that all heads share; its mask has the array's shape and the layout alone."""
         first = None if self.array is None else np.empty(self.array.shape[-2:], self.array.dtype)
+        lengths = self.lengths if self.sequences is None else longest(self.sequences)
+        if self.tables is not None:
+            lengths = self.q.shape[-2], max((table.length for table in self.tables), default=0)
         wide = widened(self.q.dtype)
         return Head(
-            Mask(*self.lengths, layout=self.layout, array=first),
+            Mask(*lengths, layout=self.layout, array=first),
             self.q.shape[-1],
             self.v.shape[-1],
             self.q.itemsize,
             wide.itemsize,
             self.group,
             unmixed=0 if self.projection is None else self.k.shape[-2],
+            splits=self.splits,
+            emulation=self.emulation,
         )
 
     def inputs(self, at: tuple[int, ...]) -> dict[str, Array]:
         """Q, K and V of one query head; and E and F, where Linformer mixes keys."""
-        shared = (*at[:-1], at[-1] // self.group)
-        found = {"Q": self.q[at], "K": self.k[shared], "V": self.v[shared]}
+        keys = self.keys_at(at)
+        found = {"Q": self.q[self.rows_at(at)], "K": self.k[keys], "V": self.v[keys]}
         if self.projection is not None:
             found |= {"E": self.projection[0][at[:-1]], "F": self.projection[1][at[:-1]]}
+        if self.fp8 is not None:
+            return {name: values for name, (values, _) in self._quantised(found).items()}
         return found
+
+    def scales(self, at: tuple[int, ...]) -> dict[str, Array]:
+        """In FP8, the scale of each row of Q, K and V of one query head; otherwise nothing."""
+        if self.fp8 is None:
+            return {}
+        keys = self.keys_at(at)
+        given = {"qs": self.q[self.rows_at(at)], "ks": self.k[keys], "vs": self.v[keys]}
+        return {name: scale for name, (_, scale) in self._quantised(given).items()}
+
+    def _quantised(self, given: dict[str, Array]) -> dict[str, tuple[Array, Array]]:
+        """e4m3 values and row scales of (Q, K, V); rotated Q and K are kept in the type of q."""
+        assert self.fp8 is not None
+        Q, K, V = (x.astype(widened(x.dtype)) for x in given.values())
+        if self.incoherent:
+            R = rotation(Q.shape[-1]).astype(Q.dtype)
+            Q, K = (X.astype(self.q.dtype).astype(X.dtype) for X in (Q @ R, K @ R))
+        return {name: quantised(x, self.fp8) for name, x in zip(given, (Q, K, V), strict=True)}
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """How many there are of what `at` counts: (*batch, heads), or (sequences, heads)."""
+        lead = self.q.shape[:-2]
+        return lead if self.sequences is None else (len(self.sequences), *lead)
+
+    def rows_at(self, at: tuple[int, ...]) -> tuple[Any, ...]:
+        """Where q, and what has its rows, keeps those of one query head."""
+        return at if self.sequences is None else (at[1], self.sequences[at[0]].rows)
+
+    def keys_at(self, at: tuple[int, ...]) -> tuple[Any, ...]:
+        """Where k and v keep the key head that a query head reads."""
+        shared = at[-1] // self.group
+        if self.sequences is None:
+            return (*at[:-1], shared)
+        return shared, self.sequences[at[0]].keys
 
     def mask(
         self,
@@ -82,6 +163,12 @@ class Problem:
         if machine is not None and array is not None:
             array = machine.hbm(mask=array)["mask"]
             d_mine = None if d_mine is None else machine.hbm(dmask=d_mine)["dmask"]
+        if self.sequences is not None:
+            mine = self.sequences[at[0]]
+            return Mask(*mine.lengths, lo=mine.lo, hi=mine.hi)
+        if self.tables is not None:
+            table = self.tables[self._item(at)]
+            return Mask(self.q.shape[-2], table.length, lo=table.lo, hi=table.hi)
         keys = None if self.real is None else self.real[at[:-1]]
         return Mask(
             *self.lengths,
@@ -143,18 +230,34 @@ class Problem:
 
     def dropout(self, at: tuple[int, ...]) -> Dropout:
         """The dropout of one query head."""
-        batch = int(np.ravel_multi_index(at[:-1], self.q.shape[:-3])) if at[:-1] else 0
-        return Dropout(self.p, self.seed, batch, at[-1])
+        return Dropout(self.p, self.seed, self._item(at), at[-1])
+
+    def paging(self, at: tuple[int, ...]) -> dict[str, Any]:
+        """Where there are pages, the table of one query head's sequence, and a page's rows."""
+        if self.tables is None:
+            return {}
+        return {"table": self.tables[self._item(at)].pages, "page": self.page}
+
+    def _item(self, at: tuple[int, ...]) -> int:
+        """Which item of the flattened batch it is."""
+        return int(np.ravel_multi_index(at[:-1], self.lead[:-1])) if at[:-1] else 0
 
 
 def checked(
     q: Any, k: Any, v: Any, *, is_causal: Any = False, causal_align: Any = "bottom-right",
     window: Any = None, attn_mask: Any = None, key_padding_mask: Any = None, scale: Any = None,
     dropout_p: Any = 0.0, seed: Any = 0, enable_gqa: Any = False, block_mask: Any = None,
-    tiles: Any = None, local_window: Any = None, projection: Any = None,
+    tiles: Any = None, local_window: Any = None, projection: Any = None, splits: Any = 1,
+    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, block_tables: Any = None,
+    seq_lens: Any = None,
+    exp_emulation: Any = None, fp8: Any = None, incoherent: Any = True,
 ) -> Problem:  # fmt: skip
     """Check everything that says what is to be computed, and bring it into one form."""
     q, k, v = _floats("q", q), _floats("k", k), _floats("v", v)
+    pages = page = 0
+    if block_tables is not None:
+        pages, page = k.shape[0], k.shape[-2]
+        k, v = (_pooled(name, x, q) for name, x in (("k", k), ("v", v)))
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise bad_type(f"{name}.dtype", str(x.dtype), f"{q.dtype}, the dtype of q")
@@ -174,12 +277,32 @@ def checked(
     if shared != H and (shared == 0 or H % shared):
         raise bad("k.shape", k.shape, f"a number of heads that divides the {H} of q")
 
-    window = checks.window_sides(window)
-    checks.choice("causal_align", causal_align, checks.ALIGNMENTS)
-    lo, hi = band(
-        Nq, Nk, is_causal=checks.flag("is_causal", is_causal), causal_align=causal_align,
-        window=window,
-    )  # fmt: skip
+    rules: dict[str, Any] = {
+        "is_causal": checks.flag("is_causal", is_causal),
+        "causal_align": checks.choice("causal_align", causal_align, checks.ALIGNMENTS),
+        "window": checks.window_sides(window),
+    }
+    lo, hi = band(Nq, Nk, **rules)
+    tables = None
+    if block_tables is not None:
+        none_beside(
+            "block_tables", attn_mask=attn_mask, key_padding_mask=key_padding_mask,
+            block_mask=block_mask, local_window=local_window, projection=projection,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        )  # fmt: skip
+        of = found_pages(block_tables, seq_lens, math.prod(batch), pages, page)
+        tables = tuple(Table(own, length, *band(Nq, length, **rules)) for own, length in of)
+    elif seq_lens is not None:
+        raise bad("seq_lens", "given", "None without block_tables")
+    sequences = None
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        if batch:
+            raise bad("q.shape", q.shape, "(heads, N, d) or (N, d) with cu_seqlens_q")
+        none_beside(
+            "cu_seqlens_q", attn_mask=attn_mask, key_padding_mask=key_padding_mask,
+            block_mask=block_mask, local_window=local_window, projection=projection,
+        )  # fmt: skip
+        sequences = packed(cu_seqlens_q, cu_seqlens_k, Nq, Nk, rules)
     p = checks.number("dropout_p", dropout_p, "a probability in [0, 1)")
     if not 0 <= p < 1:
         raise bad("dropout_p", dropout_p, "a probability in [0, 1)")
@@ -212,7 +335,145 @@ def checked(
         seed=checks.integer("seed", seed, 0, 2**64),
         alone=alone,
         projection=mixing,
+        splits=_parts(splits, math.prod((*batch, H)), Nq, Nk, d, sequences),
+        sequences=sequences,
+        tables=tables,
+        page=page,
+        fp8=_rows_of_a_scale(fp8, q.dtype),
+        incoherent=checks.flag("incoherent", incoherent),
+        emulation=checked_emulation(exp_emulation),
     )  # fmt: skip
+
+
+def _rows_of_a_scale(fp8: Any, dtype: np.dtype[Any]) -> int | None:
+    if fp8 is None:
+        return None
+    if dtype == np.float64:
+        raise bad_type("q.dtype", "float64", "float16, bfloat16 or float32 with fp8")
+    return checks.integer("fp8", fp8, 1)
+
+
+def longest(sequences: tuple[Sequence, ...]) -> tuple[int, int]:
+    """The most queries, and the most keys, of any sequence."""
+    queries, keys = ([s.lengths[side] for s in sequences] for side in (0, 1))
+    return max(queries, default=0), max(keys, default=0)
+
+
+def none_beside(what: str, **others: Any) -> None:
+    """Refuse arguments that have no meaning beside another."""
+    for name, value in others.items():
+        if value is not None:
+            raise bad(name, "given", f"None, as {what} is given")
+
+
+def packed(
+    cu_seqlens_q: Any, cu_seqlens_k: Any, Nq: int, Nk: int, rules: dict[str, Any]
+) -> tuple[Sequence, ...]:
+    """The sequences that cumulative lengths, of queries and of keys, cut Nq and Nk rows into.
+
+    rules: is_causal, causal_align and window, as `band` takes them; they hold in each sequence.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If they are no integers that rise from 0 to the rows there are, or not equally many.
+    """
+    if cu_seqlens_q is None:
+        raise bad("cu_seqlens_q", None, "cumulative lengths, as cu_seqlens_k is given")
+    q = cumulative("cu_seqlens_q", cu_seqlens_q, Nq, "q")
+    if cu_seqlens_k is None:
+        if Nk != Nq:
+            raise bad("cu_seqlens_k", None, f"cumulative lengths, as k has {Nk} rows and q {Nq}")
+        k = q
+    else:
+        k = cumulative("cu_seqlens_k", cu_seqlens_k, Nk, "k")
+    if len(k) != len(q):
+        raise bad("cu_seqlens_k", cu_seqlens_k, f"{len(q)} numbers, as cu_seqlens_q has")
+    return tuple(
+        Sequence(rows, keys, *band(rows.stop - rows.start, keys.stop - keys.start, **rules))
+        for rows, keys in zip(starmap(slice, pairwise(q)), starmap(slice, pairwise(k)), strict=True)
+    )
+
+
+def cumulative(name: str, given: Any, rows: int, of: str) -> list[int]:
+    """Cumulative lengths, checked: integers that rise from 0 to the number of rows."""
+    ends = as_array(name, given)
+    if ends.ndim != 1 or len(ends) == 0:
+        raise bad(f"{name}.shape", ends.shape, "(sequences + 1,)")
+    if ends.dtype.kind not in "iu":
+        raise bad_type(f"{name}.dtype", str(ends.dtype), "an integer type")
+    found: list[int] = ends.tolist()
+    if found[0] != 0 or found[-1] != rows:
+        raise bad(name, given, f"from 0 to {rows}, the rows of {of}")
+    for n, (a, b) in enumerate(pairwise(found)):
+        if b < a:
+            raise bad(f"{name}[{n + 1}]", b, f"at least {a}, where the sequence before ends")
+    return found
+
+
+def _pooled(name: str, x: Array, q: Array) -> Array:
+    """Pages (pages, heads, page, width), or without heads, as rows that any item of q may read."""
+    if x.ndim != min(q.ndim + 1, 4):
+        shape = "(pages, page, d)" if q.ndim == 2 else "(pages, heads, page, d)"
+        raise bad(f"{name}.shape", x.shape, f"{shape}, as block_tables is given")
+    rows = np.moveaxis(x, 0, -3)
+    rows = rows.reshape(*rows.shape[:-3], -1, x.shape[-1])
+    return np.broadcast_to(rows, (*q.shape[:-3], *rows.shape))
+
+
+def found_pages(
+    block_tables: Any, seq_lens: Any, batch: int, pages: int, page: int
+) -> list[tuple[Array, int]]:
+    """The pages that each item's keys lie in, and how many keys it has.
+
+    What a table holds beyond the pages that a length needs does not matter.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the tables or the lengths are not one for each item, a length is more than the pages of a
+        table hold, a page is none of those there are, or one comes twice in a sequence.
+    """
+    tables, lengths = as_array("block_tables", block_tables), as_array("seq_lens", seq_lens)
+    if seq_lens is None:
+        raise bad("seq_lens", None, "the keys of each sequence, as block_tables is given")
+    for name, x, ndim, shape in (
+        ("block_tables", tables, 2, f"({batch}, pages of a sequence)"),
+        ("seq_lens", lengths, 1, f"({batch},)"),
+    ):
+        if x.ndim != ndim or len(x) != batch:
+            raise bad(f"{name}.shape", x.shape, f"{shape}, a row for each sequence")
+        if x.dtype.kind not in "iu" and x.size:
+            raise bad_type(f"{name}.dtype", str(x.dtype), "an integer type")
+    found = []
+    for b, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
+        if not 0 <= length <= len(table) * page:
+            room = f"from 0 to {len(table) * page}: {len(table)} pages of {page} rows"
+            raise bad(f"seq_lens[{b}]", length, room)
+        own = table[: -(-length // max(1, page))]
+        for n in np.flatnonzero((own < 0) | (own >= pages)):
+            raise bad(f"block_tables[{b}, {n}]", int(own[n]), f"a page from 0 to {pages - 1}")
+        if len(set(own.tolist())) < len(own):
+            raise bad(f"block_tables[{b}]", own.tolist(), "each page once in a sequence")
+        found.append((own.astype(np.int64), length))
+    return found
+
+
+def _parts(
+    splits: Any, heads: int, Nq: int, Nk: int, d: int, sequences: tuple[Sequence, ...] | None
+) -> int:
+    """`parts_of_keys`, for the longest of several sequences."""
+    if sequences is not None:
+        Nq, Nk = longest(sequences)
+        heads *= len(sequences)
+    return parts_of_keys(splits, heads, Nq, Nk, d)
+
+
+def parts_of_keys(splits: Any, heads: int, Nq: int, Nk: int, d: int) -> int:
+    """`splits`, checked, or what the published rule takes for such a problem where it is None."""
+    if splits is None:
+        return usual_splits(heads, Nq, Nk, d)
+    return checks.integer("splits", splits, 1, MOST_SPLITS + 1)
 
 
 def _scale(scale: Any, wide: np.dtype[Any]) -> float:
@@ -321,7 +582,7 @@ def _projection(
     """Linformer's E and F for each item, (*batch, k, Nk), 0 at padded keys."""
     real = np.ones((*batch, Nk), bool) if real is None else real
     if not isinstance(given, (tuple, list)):
-        k = checks.integer("projection", given, 1)
+        k = checks.integer("projection", given, 1, max(1, Nk) + 1)
         E = np.empty((*batch, k, Nk), dtype)
         for item in np.ndindex(*batch):
             E[item] = means(k, real[item])
@@ -332,8 +593,9 @@ def _projection(
     for n, x in enumerate(matrices):
         if x.dtype != dtype:
             raise bad_type(f"projection[{n}].dtype", str(x.dtype), f"{dtype}, the dtype of q")
-        if x.ndim != 2 or len(x) == 0 or x.shape != (len(matrices[0]), Nk):
-            accepted = f"(k, {Nk}), the same for E and F, with k of at least 1"
+        k = len(matrices[0]) if x.ndim == 2 else 0
+        if not 1 <= k <= max(1, Nk) or x.shape != (k, Nk):
+            accepted = f"(k, {Nk}), the same for E and F, with k from 1 to {max(1, Nk)}"
             raise bad(f"projection[{n}].shape", x.shape, accepted)
     E, F = (np.where(real[..., None, :], x, dtype.type(0)) for x in matrices)
     return E, F

@@ -27,7 +27,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .memory import widened
+from .exp2 import LARGEST_ERROR
+from .fp8 import FLOOR, ROUNDING
+from .memory import blocks, paged, widened
 from .problem import Problem, checked
 
 Array = np.ndarray[Any, Any]
@@ -76,25 +78,29 @@ def exact(q: Any, k: Any, v: Any, **what: Any) -> Exact:
     q, k, v : array (..., Nq, d), (..., Nk, d), (..., Nk, dv)
     **what
         is_causal, causal_align, window, attn_mask, key_padding_mask, scale, dropout_p, seed,
-        enable_gqa, block_mask (with `tiles`, the size of its blocks), local_window, projection:
-        what is to be computed. With the last it is attention over Linformer's mixed keys, which are
-        mixed in float64 here.
+        enable_gqa, block_mask (with `tiles`, the size of its blocks), local_window, projection,
+        cu_seqlens_q, cu_seqlens_k, block_tables, seq_lens: what is to be computed. With
+        `projection` it is attention over Linformer's mixed keys, which are mixed in float64 here.
+        With `splits` above 1 the bound is that of a run that merges parts: rounding a part's
+        logsumexp to one number loses |lse| units in the last place of its weight. With `fp8` it is
+        attention over Q, K and V in e4m3, and the bound is that of weights that are rounded to
+        e4m3. With `exp_emulation` every weight may be off by the polynomial's largest error as
+        well.
 
     Notes
     -----
     For float64 inputs the bound is that of two such runs, as the reference is one itself.
     """
     problem = checked(q, k, v, **what)
-    lead, head = problem.q.shape[:-2], problem.head
-    outputs = np.empty((2, *lead, head.Nq, head.dv))
-    lses = np.empty((2, *lead, head.Nq))
+    shape, head = problem.q.shape[:-1], problem.head
+    outputs, lses = np.empty((2, *shape, head.dv)), np.empty((2, *shape))
     chunk = max(1, 2**21 // max(1, head.Nk))
     with np.errstate(all="ignore"):
-        for at in np.ndindex(*lead):
-            for start in range(0, head.Nq, chunk):
-                i = slice(start, min(start + chunk, head.Nq))
-                rows, here = _Rows(problem, at, i), (slice(None), *at, i)
-                outputs[here], lses[here] = rows.output(), rows.lse()
+        for at in np.ndindex(*problem.lead):
+            mine = (slice(None), *problem.rows_at(at))
+            for i in blocks(problem.mask(at).Nq, chunk):
+                rows = _Rows(problem, at, i)
+                outputs[mine][:, i], lses[mine][:, i] = rows.output(), rows.lse()
     given = problem.as_given
     return Exact(given(outputs[0]), given(lses[0]), given(outputs[1]), given(lses[1]))
 
@@ -104,12 +110,20 @@ class _Rows:
 
     def __init__(self, problem: Problem, at: tuple[int, ...], i: slice) -> None:
         inputs = {name: x.astype(np.float64) for name, x in problem.inputs(at).items()}
+        for name, scale in zip("QKV", problem.scales(at).values(), strict=False):
+            inputs[name] *= scale[:, None]
+        if problem.tables is not None:
+            keys = slice(0, problem.mask(at).Nk)
+            how = {**problem.paging(at), "length": keys.stop}
+            inputs |= {name: paged(inputs[name], **how)[keys] for name in "KV"}
         Q, self.K, self.V = inputs["Q"], inputs["K"], inputs["V"]
         sizes, mixed = (np.abs(self.K), np.abs(self.V)), 0  # of sums that K and V may be, and terms
         if problem.projection is not None:
             E, F, mixed = inputs["E"], inputs["F"], len(self.K) + 1
             sizes = np.abs(E) @ sizes[0], np.abs(F) @ sizes[1]
             self.K, self.V = E @ self.K, F @ self.V
+        if problem.fp8 is not None:
+            mixed = 4  # each product is scaled by two numbers more
         self.problem, self.Q, (Nk, d) = problem, Q[i], self.K.shape
         self.type = widened(problem.q.dtype)
         self.u = float(np.finfo(self.type).eps) / 2
@@ -137,11 +151,18 @@ class _Rows:
         A = np.where(self.live, np.abs(self.Q) @ sizes[0].T, 0) * abs(problem.scale)
         self.worst = (d + 1 + mixed) * A
         self.dot = LAMBDA * np.sqrt(d + 1 + mixed) * A
-        self.mixing = LAMBDA * np.sqrt(mixed) * sizes[1]  # error of V itself, in units of u
+        summed = np.where(self.finite[:, None], sizes[1], 0)
+        self.mixing = LAMBDA * np.sqrt(mixed) * summed  # error of V itself, in units of u
         self.fall = np.where(self.live, self.m - self.S, 0)
         self.common = EXP_ULPS + 2 * np.where(self.live, np.abs(self.S), 0) + self.fall
-        records = self.S[:, 1:] > np.maximum.accumulate(self.S, axis=1)[:, :-1]
-        self.rescales = LAMBDA * EXP_ULPS * np.sqrt(records.sum(axis=1))
+        records = (self.S[:, 1:] > np.maximum.accumulate(self.S, axis=1)[:, :-1]).sum(axis=1)
+        if problem.splits > 1:  # a part is known by its logsumexp, at most |lse| + fall + log(l)
+            sizes_of_row = np.abs(self.m) + np.log(np.maximum(self.l, 1))[:, None]
+            self.common += np.where(self.live, EXP_ULPS + 4 * sizes_of_row + 3 * self.fall, 0)
+            records += problem.splits
+        if problem.emulation is not None:  # a polynomial, of an argument scaled by log2(e)
+            self.common += LARGEST_ERROR[problem.emulation[1]] / self.u + 3 * (self.fall + EXP_ULPS)
+        self.rescales = LAMBDA * EXP_ULPS * np.sqrt(records)
         self.rescales += self.fall.max(axis=1, initial=0)
 
         # l up to each block's end, in units of l, and the root of its squares over all keys.
@@ -177,6 +198,9 @@ class _Rows:
             + 4 * np.abs(O)
             + (w * z) @ self.mixing
         ) + self.tiny() * (1 + np.abs(V).max(initial=0))
+        if self.problem.fp8 is not None:  # equal weights have equal errors: no independence here
+            floor = np.where(self.live, FLOOR / np.where(self.l == 0, 1, self.l)[:, None], 0)
+            bound = bound + (np.maximum(ROUNDING * w, floor) * z) @ np.abs(V)
         return O, _stored(self.problem, self.problem.q.dtype, O, bound)
 
     def lse(self) -> tuple[Array, Array]:
@@ -265,16 +289,16 @@ def exact_gradients(q: Any, k: Any, v: Any, do: Any, **what: Any) -> ExactGradie
         shapes["dmask"] = problem.gradient_shape
     sums = {name: np.zeros((2, *shape)) for name, shape in shapes.items()}
     with np.errstate(all="ignore"):
-        for at in np.ndindex(*problem.q.shape[:-2]):
-            shared = (*at[:-1], at[-1] // problem.group)
-            for name, (x, bound) in _gradients(problem, at, dO[at]).items():
+        for at in np.ndindex(*problem.lead):
+            mine, shared = problem.rows_at(at), problem.keys_at(at)
+            for name, (x, bound) in _gradients(problem, at, dO[mine]).items():
                 for total, part in zip(sums.get(name, ()), (x, bound), strict=False):
                     if name == "dmask":
-                        mine = problem.own_part(total, at)
-                        wide = tuple(n for n in (0, 1) if mine.shape[n] != part.shape[n])
-                        mine += part.sum(axis=wide, keepdims=True)
+                        own = problem.own_part(total, at)
+                        wide = tuple(n for n in (0, 1) if own.shape[n] != part.shape[n])
+                        own += part.sum(axis=wide, keepdims=True)
                     else:
-                        total[at if name == "dq" else shared] += part
+                        total[mine if name == "dq" else shared] += part
     values, bounds = {}, {}
     for name, (x, bound) in sums.items():
         kept = problem.q.dtype
@@ -291,7 +315,7 @@ def exact_gradients(q: Any, k: Any, v: Any, do: Any, **what: Any) -> ExactGradie
 
 def _gradients(problem: Problem, at: tuple[int, ...], dO: Array) -> dict[str, tuple[Array, Array]]:
     """Each gradient of one head, and its bound before it is stored."""
-    head = _Rows(problem, at, slice(0, problem.q.shape[-2]))
+    head = _Rows(problem, at, slice(0, len(dO)))
     w, z, u, dv = head.w, head.z, head.u, head.V.shape[1]
     O_bound, (lse, lse_bound) = head.output()[1], head.lse()
     finite = np.asarray(np.isfinite(head.K).all(axis=1))

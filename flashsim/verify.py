@@ -17,11 +17,12 @@ from .cost.bounds import COMPULSORY, COMPULSORY_BACKWARD, Work, best
 from .cost.counts import Cost, Head
 from .cost.devices import Device
 from .cost.io import DTYPES, expected_cost, io_cost
-from .cost.tiles import RULES, STEPS, default_tiles, optimal, tile_sizes
+from .cost.tiles import RULES, STEPS, default_tiles, optimal, tile_sizes, usable
 from .inputs import Inputs
 from .masks import Mask, band
 from .memory import SramOverflow, Traffic, widened
-from .problem import block_layout, checked
+from .paging import paginate
+from .problem import block_layout, checked, parts_of_keys
 from .reference import Exact, ExactGradients, exact, exact_gradients
 
 Array = np.ndarray[Any, Any]
@@ -37,6 +38,8 @@ OPTIONS = {
     "block_mask": "--layout too, which says what to skip",
     "local_window": "--local-window too, the queries of a window",
     "projection": "--projection too, the keys that all are mixed into",
+    "fp8": "--fp8 too, the rows that share a scale",
+    "block_tables": "--page-size too, the rows of a page, of `flashsim run`",
 }
 
 AN_ERROR = "a number of at least 0"
@@ -58,16 +61,17 @@ def variants(
 
     A name without a convention stands for all under which the forward pass differs, or with
     `backward` either pass. No names stand for all the usual algorithms that differ in these passes
-    and run with what is `given`, of "block_mask", "local_window" and "projection".
+    and run with what is `given`, of the arguments that are some algorithm's own.
 
     Raises
     ------
     ValueError
         If there is no such algorithm or convention, it needs what is not given, with `backward` it
-        has no backward pass, or an approximation's size is given without it.
+        has no backward pass, or what is an algorithm's own is given without it.
     """
     found = []
-    given, needed = {"", *given}, set()
+    given = {"", *given}
+    needed: set[str] = set()
     usual = (
         name
         for name, row in ALGORITHMS.items()
@@ -81,14 +85,16 @@ def variants(
         if backward:
             backward_of(algorithm)
         known = (*row.conventions, *(conventions(algorithm, True) if backward else ()))
-        needed.add(row.requires)
+        needed.update((row.requires, *row.options))
         found += [
             (algorithm, c)
             for c in ([checks.choice("convention", convention, known)] if colon else known)
         ]
     for requires in given - needed - {"", "block_mask"}:
-        (name,) = (name for name, row in ALGORITHMS.items() if row.requires == requires)
-        option = "--" + requires.replace("_", "-")
+        (name,) = (
+            name for name, row in ALGORITHMS.items() if requires in (row.requires, *row.options)
+        )
+        option = "--page-size" if requires == "block_tables" else f"--{requires.replace('_', '-')}"
         raise ValueError(f"{option}: expected only with --algorithm {name}")
     return list(dict.fromkeys(found))
 
@@ -153,6 +159,9 @@ def run_records(
     tolerance: float | None,
     on_step: Callable[[str], None],
     do: Array | None = None,
+    splits: int | None = None,
+    page: int | None = None,
+    exp_emulation: tuple[float, int] | None = None,
     **what: Any,
 ) -> list[Record]:
     """Run each variant on the inputs and hold it against float64 and against its closed form.
@@ -171,13 +180,19 @@ def run_records(
         Told what comes next.
     do : array (..., Nq, dv), optional
         Gradient of the output: run the backward passes too.
+    splits : int, optional
+        Of "split_kv"; it is held against a bound of its own, which knows of the merge.
+    page : int, optional
+        Rows of a page, for "paged": the keys that are real are put in pages in a random order.
+    exp_emulation : (share, degree), optional
+        Of "flash4"; likewise, with the error of the polynomial.
 
     Returns
     -------
     list of Record
-        Forward passes, then backward ones; `failures` lists what does not hold. local_window and
-        projection are for the approximations alone: these are held against their own definition,
-        and how far that is from attention is `approximation_error`.
+        Forward passes, then backward ones; `failures` lists what does not hold. local_window,
+        projection and fp8 are for the approximations alone: these are held against their own
+        definition, and how far that is from attention is `approximation_error`.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     what, coarse = _split(what)
@@ -202,32 +217,58 @@ def run_records(
     for algorithm, convention, shown in passes(chosen, do is not None):
         on_step(f"{algorithm}, {convention}")
         entry = ALGORITHMS[algorithm]
-        how = {"convention": convention, **budget, **what, **_own(entry, coarse)}
+        mine, (key, value) = what, (k, v)
+        if entry.requires == "block_tables":
+            key, value, pages = _in_pages(inputs, page)
+            mine = {n: x for n, x in what.items() if n != "key_padding_mask"} | pages
+        how = {"convention": convention, **budget, **mine, **_own(entry, coarse, splits)}
+        own_bound: dict[str, Any] = {}
+        if exp_emulation is not None and "exp_emulation" in entry.options:
+            how["exp_emulation"] = own_bound["exp_emulation"] = exp_emulation
         try:
-            out = attention(q, k, v, algorithm=algorithm, tiles=tiles, **how)
+            out = attention(q, key, value, algorithm=algorithm, tiles=tiles, **how)
         except SramOverflow as error:
             raise SramOverflow(f"{algorithm}: {error}") from error
+        if out.splits > 1:
+            own_bound["splits"] = out.splits
         for here, backward in shown:
             if backward:
                 row = ALGORITHMS[algorithm].backward[here]
                 keep = what.get("block_mask")
                 own = None if tiles is None else _backward_tiles(row, head, budget, tiles, keep)
-                record = _backward_record(out, here, own, do, gradients, device)
+                wanted = gradients
+                if own_bound:
+                    wanted = exact_gradients(q, k, v, do, **what, tiles=tiles, **own_bound)
+                record = _backward_record(out, here, own, do, wanted, device)
             else:
                 reference = references["" if entry.exact else entry.requires]
+                if own_bound or mine is not what:
+                    reference = exact(q, key, value, **mine, tiles=tiles, **own_bound)
                 record = _forward_record(out, here, reference, device)
                 record |= {"approximation_error": None}
-                if entry.exact:
+                if entry.exact and "exp_emulation" not in own_bound:
                     record |= _expectation(out, inputs, tolerance, real)
                 else:
                     attended = references[""].output
                     record["approximation_error"] = relative_error(out.output, attended, real)
-            cost = expected_cost(out, q, k, v, **how, backward=backward)
+            cost = expected_cost(out, q, key, value, **how, backward=backward)
             record["differs_from_formula"] = _differences(record, cost)
             record["failures"] = _failures(record)
             records.append(record)
     records.sort(key=lambda record: bool(record["pass"] == "backward"))
     return _with_ratio(records)
+
+
+def _in_pages(inputs: Inputs, page: int | None) -> tuple[Array, Array, dict[str, Any]]:
+    """The real keys and values in pages, and where they are."""
+    k, v = (x if x.ndim == 2 else x.reshape(-1, *x.shape[-3:]) for x in (inputs.k, inputs.v))
+    real, lengths = inputs.key_padding_mask, None
+    if real is not None:
+        real = real.reshape(-1, k.shape[-2])
+        lengths = real.sum(axis=1).tolist()
+        if not (real == (np.arange(k.shape[-2]) < np.array(lengths)[:, None])).all():
+            raise checks.bad("key_padding_mask", "with holes", "real keys first, for paged")
+    return paginate(k, v, checks.integer("page", page, 1), lengths)
 
 
 def _split(what: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -237,9 +278,10 @@ def _split(what: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {n: x for n, x in what.items() if n not in names}, coarse
 
 
-def _own(row: Algorithm, coarse: dict[str, Any]) -> dict[str, Any]:
-    """Of the sizes of the approximations, that of this one."""
-    return {row.requires: coarse[row.requires]} if row.requires in coarse else {}
+def _own(row: Algorithm, coarse: dict[str, Any], splits: int | None) -> dict[str, Any]:
+    """Of the sizes of the approximations, that of this one; and into how many parts it cuts."""
+    found = {row.requires: coarse[row.requires]} if row.requires in coarse else {}
+    return found | ({"splits": splits} if "splits" in row.options else {})
 
 
 def relative_error(output: Any, exact: Any, real: Any = True) -> float:
@@ -438,6 +480,7 @@ def io_records(
     device: Device,
     backward: bool = False,
     block_mask: Any = None,
+    splits: int | None = None,
     **what: Any,
 ) -> list[Record]:
     """The closed form of each variant, with the tiles given or, if none are, those of a rule.
@@ -457,19 +500,22 @@ def io_records(
     M = _elements(budget, stored.itemsize)
     records = []
     for algorithm, _, shown in passes(chosen, backward):
-        mine = _own(ALGORITHMS[algorithm], coarse)
+        mine = _own(ALGORITHMS[algorithm], coarse, splits)
         keys = mine.get("projection", Nk)
         met = replace(head, mask=Mask(N, keys), unmixed=Nk)
+        if "splits" in mine:
+            calls = what.get("heads", 1) * what.get("batch", 1)
+            met = replace(met, splits=parts_of_keys(splits, calls, N, Nk, d))
         for here, back in shown:
             cost_of = {
                 "N": N, "Nk": Nk, "d": d, "dv": dv, "dtype": dtype, "convention": here,
                 "backward": back, **budget, **what, **mine,
             }  # fmt: skip
             own = tiles or _tiles(algorithm, back, met, budget, rule)
-            if back:
-                row = ALGORITHMS[algorithm].backward[here]
+            row = ALGORITHMS[algorithm].backward[here] if back else ALGORITHMS[algorithm]
+            if isinstance(row, Backward):
                 own = _backward_tiles(row, head, budget, own, block_mask)
-            Br, Bc = clamped(own, N, keys)
+            Br, Bc = usable(row, own, replace(head, mask=Mask(N, keys)))
             keep = _cut(block_mask, tiles, (Br, Bc), N, Nk)
             cost = io_cost(algorithm, Br=Br, Bc=Bc, block_mask=keep, **cost_of)
             need = {"sram": cost.sram_elements, "sram_bytes": cost.sram_bytes}

@@ -53,7 +53,8 @@ def local_calls(draw):
 def linformer_calls(draw):
     """q, k, v, and E and F given or means; padding, and queries and keys of any number."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    Nq, Nk, mixed = draw(st.integers(0, 30)), draw(st.integers(0, 40)), draw(st.integers(1, 20))
+    Nq, Nk = draw(st.integers(0, 30)), draw(st.integers(0, 40))
+    mixed = draw(st.integers(1, max(1, min(20, Nk))))
     d, dv, dtype = draw(st.integers(1, 7)), draw(st.integers(1, 7)), draw(st.sampled_from(DTYPES))
     q, k, v = (
         rng.standard_normal((2, 2, N, width)).astype(dtype)
@@ -246,9 +247,10 @@ def test_the_float64_bound_rejects_keys_mixed_in_float16():
 
 def test_the_registry_says_which_are_no_exact_attention_and_only_they_need_a_size():
     coarse = {name for name, row in fs.ALGORITHMS.items() if not row.exact}
-    assert coarse == {"local", "linformer"}
+    sizes = {"local": "local_window", "linformer": "projection", "flash3-fp8": "fp8"}
+    assert coarse == set(sizes)
     q = np.ones((4, 2), np.float32)
-    for name, argument in (("local", "local_window"), ("linformer", "projection")):
+    for name, argument in sizes.items():
         with pytest.raises(ValueError, match=f"{argument}=None: expected .*algorithm='{name}'"):
             fs.attention(q, q, q, algorithm=name)
         with pytest.raises(ValueError, match=f"{argument}=None"):
@@ -264,6 +266,8 @@ E2, E3 = np.ones((2, 4), np.float32), np.ones((3, 4), np.float32)
 REFUSED = {
     "projection elsewhere": ({"algorithm": "flash2", "projection": 2}, "projection='given': expected None, for algorithm='flash2'"),
     "projection zero": ({"projection": 0}, "projection=0: expected an integer of at least 1"),
+    "projection of more than the keys": ({"projection": 5}, "projection=5: expected an integer of at least 1 and below 5"),
+    "E of more rows than keys": ({"projection": (np.zeros((5, 4), np.float32),) * 2}, r"projection\[0\].shape=\(5, 4\): expected \(k, 4\), .* from 1 to 4"),
     "projection float": ({"projection": 1.5}, "projection=1.5: expected an integer"),
     "one array": ({"projection": (E2,)}, r"projection='1 arrays': expected k or \(E, F\)"),
     "E and F differ": ({"projection": (E2, E3)}, r"projection\[1\].shape=\(3, 4\): expected \(k, 4\)"),
@@ -299,7 +303,7 @@ def test_local_attention_is_self_attention():
 def test_io_cost_of_sizes_is_the_cost_of_the_call(N, d, size, tiles):
     q, k, v = np.random.default_rng(0).standard_normal((3, N, d), dtype=np.float32)
     for name, argument in (("local", "local_window"), ("linformer", "projection")):
-        what = {argument: size}
+        what = {argument: size if name == "local" else min(size, N)}
         out = fs.attention(q, k, v, algorithm=name, tiles=tiles, **what)
         cost = fs.io_cost(name, N=N, d=d, Br=tiles[0], Bc=tiles[1], **what)
         assert moved(out.traffic) == moved(cost)
@@ -394,6 +398,16 @@ def test_the_page_shows_what_the_command_prints(monkeypatch, capsys):
         papers.tables(),
     )  # fmt: skip
     assert printed(report, monkeypatch, capsys) == shown_in("approximations.md")
+
+
+def test_published_times_are_held_against_models_of_their_own_gpu_alone():
+    for name, shown in (("a100-40", True), ("a100", True), ("t4", False), ("h200", False)):
+        gpu = device(name)
+        report = approximations_report(
+            gpu, approximations.points(gpu), {}, [], papers.tables()
+        )
+        said = [line for line in report.remarks if "the published FlashAttention takes" in line]
+        assert bool(said) == shown
 
 
 def invoke(*arguments):

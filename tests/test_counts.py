@@ -13,13 +13,22 @@ from flashsim.algorithms import (
     ALGORITHMS,
     flash1,
     flash2,
+    flash3,
+    flash4,
+    rabe_staats,
     resident_scores,
+    split_kv,
     square_tiles,
     standard,
 )
 from flashsim.cost.io import expected_cost
 from flashsim.problem import checked
 from strategies import BACKWARDS, DTYPES, VARIANTS, Call, calls, tilings, variants
+
+# The modules that take exponentials.
+EXPONENTIALS = (
+    flash1, flash2, flash3, flash4, standard, square_tiles, resident_scores, rabe_staats, split_kv,
+)  # fmt: skip
 
 
 def run(call, variant, **how):
@@ -109,7 +118,7 @@ def test_flops_and_exponentials_are_those_that_ran(call, variant, tiles):
         return exp(s, m, out=out)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (flash1, flash2, standard, square_tiles, resident_scores):
+        for module in EXPONENTIALS:
             patch.setattr(module, "exp", counting_exp)
         patch.setattr(memory, "on_chip_copy", lambda view: load(view).view(Tile))
         out = run(call, variant, tiles=tiles)
@@ -136,6 +145,8 @@ def test_dense_square_counts_are_the_formulas_of_the_papers(N, d, Br, Bc):
     assert total("flash1") == 3 * N * d + 2 * N + Tc * (3 * N * d + 4 * N)
     assert total("flash1", "elided") == (3 * Tc + 1) * N * d + (4 * Tc - 2) * N
     assert total("flash2") == (2 + 2 * Tr) * N * d + N
+    assert total("flash3") == total("flash4") == total("flash2")
+    assert total("online_softmax") == 2 * N * N * d + 2 * N * d + N
     Td = -(-d // min(Bc, N))
     assert total("standard-unfused") == 9 * N * N + (2 * Tr + 2) * N * d
     assert total("square-tiles") == (2 * Tr + Tc + 1) * N * d + (Td + 1) * N * N + 4 * N

@@ -62,16 +62,17 @@ def test_the_reference_is_the_definition_one_score_at_a_time(call, data):
         shared = (*at[:-1], at[-1] // group)
         keep = visible(q.shape[-2], k.shape[-2], what)
         for i in range(q.shape[-2]):
-            weights = {
-                j: np.exp(float(q[(*at, i)] @ k[(*shared, j)]) * scale)
-                for j in np.flatnonzero(keep[i])
+            scores = {
+                j: float(q[(*at, i)] @ k[(*shared, j)]) * scale for j in np.flatnonzero(keep[i])
             }
+            most = max(scores.values(), default=0)
+            weights = {j: np.exp(s - most) for j, s in scores.items()}
             total = sum(weights.values())
             row = sum(
                 (w / total * v[(*shared, j)] for j, w in weights.items()), np.zeros(v.shape[-1])
             )
             np.testing.assert_allclose(ref.output[(*at, i)], row, rtol=1e-9, atol=1e-12)
-            lse = np.log(total) if weights else -np.inf
+            lse = most + np.log(total) if weights else -np.inf
             np.testing.assert_allclose(ref.lse[(*at, i)], lse, rtol=1e-9, atol=1e-12)
 
 

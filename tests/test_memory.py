@@ -300,6 +300,8 @@ def test_every_tile_sized_array_that_lives_during_a_turn_is_registered(
     what = {"is_causal": True, "dropout_p": 0.5, "seed": 1, "enable_gqa": True}
     if masked:
         what["attn_mask"] = rng.standard_normal((size["Nq"], size["Nk"]))
+    if "splits" in entry.options:
+        what["splits"] = 3
 
     def both_passes():
         out = fs.attention(
@@ -337,6 +339,11 @@ BORN = {
     ("standard-unfused", False): {"Sij", "mi", "S", "li", "Oi", "Zij"},
     ("flash1", True): {"Sij"},
     ("flash2", True): {"Oi", "li", "mi", "Sij"},
+    ("split_kv", True): {"Oi", "li", "mi", "Sij"},
+    ("flash3", True): {"Oi", "li", "mi", "Sij", "Pij"},
+    ("flash4", True): {"Oi", "li", "mi", "Sij"},
+    ("rabe_staats", True): {"Sij", "mi", "Sc", "li", "Oi", "Pc"},
+    ("online_softmax", True): {"Oi", "li", "mi", "Sij"},
     ("square-tiles", True): {"Sij", "li", "mi", "Oic"},
     ("resident-scores", True): {"Sij", "li", "mi"},
 }
@@ -381,7 +388,9 @@ BORN_BACKWARD = {
     ("standard-unfused", False): {"dVj", "dPij", "Di", "dP", "dQi", "dKj"},
     ("flash1", True): {"dKj", "dVj", "Sij", "dPij"},
     ("flash2", True): {"dKj", "dVj", "Sij", "dPij"},
+    ("split_kv", True): {"dKj", "dVj", "Sij", "dPij"},
     ("flash2-two-kernel", True): {"dKj", "dVj", "Sij", "dPij", "dQi"},
+    ("flash3", True): {"dKj", "dVj", "Sij", "dPij"},
 }
 
 

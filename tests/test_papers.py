@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 import flashsim as fs
 from flashsim import cli, papers
 from flashsim.memory import Traffic
-from flashsim.papers import fa3, fa4, others
+from flashsim.papers import fa4, others
 from flashsim.papers.fa1_tables import FLASH, Table
 from flashsim.papers.row import RECOMPUTE, Row
-from flashsim.reference import exact
 
 STATISTICS = ("l", "m", "D")
 
@@ -228,28 +227,6 @@ def test_fa3_table_3_incoherent_processing_is_what_makes_fp8_accurate() -> None:
     assert no_blocks / flash == pytest.approx(1, abs=0.2)
 
 
-def test_the_hadamard_rotation_leaves_scores_alone() -> None:
-    q, k = np.random.default_rng(0).standard_normal((2, 5, 64))
-    R = fa3._hadamard(64)
-    assert q @ R @ (k @ R).T == pytest.approx(q @ k.T)
-    assert np.abs(R) == pytest.approx(1 / 8)
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.floats(-3, 3))
-def test_e4m3_with_a_scale_keeps_three_bits_of_what_is_not_tiny(
-    seed: int, rows: int, power: float
-) -> None:
-    x = np.random.default_rng(seed).uniform(1, 2, (8, 4)) * 10**power
-    assert fa3._quantised(x, rows) == pytest.approx(x, rel=2**-4 + 2**-10)
-    assert fa3._quantised(x[:1], 1).max() == pytest.approx(x[:1].max(), rel=2**-10)
-
-
-def test_weights_are_rounded_to_e4m3_and_their_sum_is_not() -> None:
-    """Scores 0 and log 0.3, in one tile: e4m3 has 0.3125 next to 0.3."""
-    q, k, v = np.ones((1, 1)), np.array([[0.0], [np.log(0.3)]]), np.ones((2, 1))
-    assert fa3._flash_fp8(q, k, v, block=2, scaled=2) == pytest.approx(1.3125 / 1.3, rel=1e-3)
-
-
 # FlashAttention-4, Zadouri et al. 2026 (arXiv:2603.05451)
 
 
@@ -272,23 +249,6 @@ def test_fa4_lazy_rescaling_changes_rounding_alone() -> None:
     sizes: dict[str, Any] = {"queries": 256, "keys": 4096, "d": 64, "tile": 128, "seed": 0}
     assert fa4.rescaled_share(**sizes, threshold=0) == pytest.approx(0.097, abs=5e-4)
     assert fa4.rescaled_share(**sizes, threshold=8) == 0
-
-
-@given(
-    st.integers(0, 2**32 - 1), st.integers(1, 9), st.floats(0.1, 30), st.floats(0, 40)
-)  # fmt: skip
-def test_any_threshold_gives_the_same_output(
-    seed: int, tile: int, scale: float, threshold: float
-) -> None:
-    q, k, v = np.random.default_rng(seed).standard_normal((3, 12, 4)) * [[[scale]], [[1]], [[1]]]
-    O, _ = fa4.lazily_rescaled(q, k, v, tile, threshold)
-    assert pytest.approx(exact(q, k, v).output, rel=1e-9, abs=1e-9) == O
-
-
-@pytest.mark.parametrize("growth, rescaled", [(7.9, 0), (8.1, 1)])
-def test_the_threshold_is_in_powers_of_two(growth: float, rescaled: int) -> None:
-    q, k, v = np.ones((1, 1)), np.array([[0.0], [growth * np.log(2)]]), np.ones((2, 1))
-    assert fa4.lazily_rescaled(q, k, v, 1, threshold=8)[1] == rescaled
 
 
 # Others
@@ -477,6 +437,18 @@ def test_an_unknown_row_is_refused() -> None:
 
 @pytest.mark.usefixtures("known")
 @pytest.mark.usefixtures("known")
+def test_a_table_that_several_rows_read_is_drawn_once(tmp_path: Path) -> None:
+    picture = tmp_path / "rows.svg"
+    assert invoke("fa1-memory", "--plot", picture).exit_code == 0
+    assert picture.read_text().count("<!-- fa1, Table 21: memory -->") == 1
+
+
+def test_a_row_without_a_unit_says_so(tmp_path: Path) -> None:
+    picture = tmp_path / "rows.svg"
+    assert invoke("fa4-lazy-rescale", "--plot", picture).exit_code == 0
+    assert "<!-- no unit -->" in picture.read_text()
+
+
 @pytest.mark.parametrize(
     "name, shown",
     [

@@ -27,9 +27,15 @@ from .flash2 import (
     flash_attention_2_backward,
     flash_attention_2_backward_two_kernels,
 )
+from .flash3 import flash_attention_3, flash_attention_3_fp8
+from .flash4 import flash_attention_4
 from .linformer import linformer_attention
 from .local import local_attention
+from .online_softmax_attention import online_softmax_attention
+from .paged import paged_attention
+from .rabe_staats import rabe_staats_attention
 from .resident_scores import resident_scores_attention
+from .split_kv import split_kv_attention
 from .square_tiles import square_tiles_attention
 from .standard import standard_attention, standard_attention_backward
 from .standard_unfused import standard_attention_unfused, standard_attention_unfused_backward
@@ -39,12 +45,16 @@ def _nothing_more(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
     return {}
 
 
+def _whole(head: Head) -> tuple[int, int]:
+    return head.Nq, head.Nk
+
+
 @dataclass(frozen=True)
 class Backward:
     """The backward pass of a row of the registry.
 
     run is called as run(*reads, *writes, Br=, Bc=, scale=, mask=, drop=, **more); count, needs,
-    more and outer as in `Algorithm`.
+    more, outer and longest as in `Algorithm`.
     """
 
     run: Callable[..., None]
@@ -56,6 +66,8 @@ class Backward:
     more: Callable[[Head, float, float], dict[str, int]] = _nothing_more
     wide: tuple[str, ...] = ()  # gradients that are accumulators in HBM
     fast_tiles: tuple[int | None, int | None] = (256, 512)
+    rows: int | None = None
+    longest: Callable[[Head], tuple[int, int]] = _whole
 
 
 @dataclass(frozen=True)
@@ -72,19 +84,22 @@ class Algorithm:
     forward: Callable[..., None]
     count: Callable[..., Cost]
     arrays: tuple[str, ...]  # what it writes, in the order of its signature; shapes in SHAPES
-    needs: Callable[[Head, int, int], tuple[int, int]]  # (elements, bytes) its r x c tiles take
+    needs: Callable[[Head, int, int], tuple[int, int]]  # the least budgets its r x c tiles run in
     outer: str  # "Q" or "K": whose tiles its outer loop holds, the long side; "both": neither is
     backward: Mapping[str, Backward]  # by the conventions under which it differs
     more: Callable[[Head, float, float], dict[str, int]] = _nothing_more
     conventions: tuple[str, ...] = ("literal",)  # under which its forward counts differ
     forward_of: str = ""  # another row with the same forward pass
     requires: str = ""  # the argument without which it does not run
+    options: tuple[str, ...] = ()  # arguments that are its own, and may be left out
     exact: bool = True  # False: an approximation of attention over the keys that the masks leave
     usual: bool = True  # False: shown only where it is named
     wide_output: bool = False  # O is an accumulator in HBM: float32 there also for float16
     uncharged: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # where not as in SHAPES
     fast_tiles: tuple[int | None, int | None] = (512, 1024)  # on an unbounded chip; None: all
+    rows: int | None = None  # of a query tile, where it is no choice
+    longest: Callable[[Head], tuple[int, int]] = _whole  # queries and keys that tiles cut
 
 
 SHAPES = {
@@ -109,6 +124,14 @@ SHAPES = {
     "dP": ("Nq", "Nk"),
     "dS": ("Nq", "Nk"),
     "D": ("Nq",),
+    "R": ("Nq",),
+    "Sc": ("query_chunk", "key_chunk"),
+    "Pc": ("query_chunk", "key_chunk"),
+    "Oc": ("chunks", "dv"),
+    "lc": ("chunks",),
+    "mc": ("chunks",),
+    "Op": ("partial", "dv"),
+    "Lp": ("partial",),
 }
 
 BITS = ("Z",)  # one byte an element, whatever the scores are
@@ -251,6 +274,98 @@ ALGORITHMS = {
         uncharged=("L",),
         fast_tiles=(None, None),
     ),
+    "split_kv": Algorithm(
+        title="split-KV decoding",
+        source="Flash-Decoding, Dao et al. 2023; a part by Dao 2023, Algorithm 1",
+        forward=split_kv_attention,
+        count=counts.split_kv,
+        arrays=("Op", "Lp", "O", "L"),
+        needs=counts.split_kv_tiles,
+        outer="Q",
+        backward={"literal": _FLASH2, "elided": _FLASH2},
+        more=counts.parts,
+        options=("splits",),
+        usual=False,
+    ),
+    "paged": Algorithm(
+        title="paged attention",
+        source="Kwon et al. 2023; the loops of Dao 2023, Algorithm 1",
+        forward=paged_attention,
+        count=counts.flash2,
+        arrays=("O", "L"),
+        needs=counts.flash2_tiles,
+        outer="Q",
+        backward={},
+        requires="block_tables",
+        options=("seq_lens",),
+        usual=False,
+    ),
+    "flash3": Algorithm(
+        title="FlashAttention-3",
+        source="Shah et al. 2024, Algorithm 2",
+        forward=flash_attention_3,
+        count=counts.flash3,
+        arrays=("O", "L"),
+        needs=counts.flash3_tiles,
+        outer="Q",
+        backward={"literal": _FLASH2, "elided": _FLASH2},
+        usual=False,
+    ),
+    "flash3-fp8": Algorithm(
+        title="FlashAttention-3 in FP8",
+        source="Shah et al. 2024, section 3.3",
+        forward=flash_attention_3_fp8,
+        count=counts.flash3_fp8,
+        arrays=("O", "L"),
+        needs=counts.flash3_fp8_tiles,
+        outer="Q",
+        backward={},
+        requires="fp8",
+        options=("incoherent",),
+        exact=False,
+        usual=False,
+    ),
+    "flash4": Algorithm(
+        title="FlashAttention-4",
+        source="Zadouri et al. 2026, section 3.1",
+        forward=flash_attention_4,
+        count=counts.flash4,
+        arrays=("O", "L", "R"),
+        needs=counts.flash2_tiles,
+        outer="Q",
+        backward={},
+        more=counts.emulation,
+        options=("exp_emulation",),
+        usual=False,
+        uncharged=("R",),
+    ),
+    "rabe_staats": Algorithm(
+        title="chunked attention",
+        source="Rabe & Staats 2021, Figure 1",
+        forward=rabe_staats_attention,
+        count=counts.rabe_staats,
+        arrays=("Sc", "Pc", "Oc", "lc", "mc", "O", "L"),
+        needs=counts.rabe_staats_tiles,
+        longest=counts.longest_chunk,
+        outer="Q",
+        backward={},
+        more=counts.chunks,
+        usual=False,
+        uncharged=("L",),
+        fast_tiles=(None, None),
+    ),
+    "online_softmax": Algorithm(
+        title="online softmax, a query at a time",
+        source="Milakov & Gimelshein 2018, Algorithm 3, with O",
+        forward=online_softmax_attention,
+        count=counts.online_softmax,
+        arrays=("O", "L"),
+        needs=counts.online_softmax_tiles,
+        outer="K",
+        backward={},
+        usual=False,
+        rows=1,
+    ),
     "square-tiles": Algorithm(
         title="square tiles, for SRAM below d x d",
         source="Saha & Ye 2024, for a small cache",
@@ -281,7 +396,8 @@ ALGORITHMS = {
         forward=local_attention,
         count=counts.local,
         arrays=("S", "P", "O", "L"),
-        needs=counts.standard_tiles,
+        needs=counts.local_tiles,
+        longest=counts.longest_window,
         outer="Q",
         backward={},
         more=counts.local_rows,
@@ -317,18 +433,29 @@ def check_required(algorithm: str, **given: Any) -> None:
     Raises
     ------
     ValueError
-        If block_mask, local_window or projection is missing, or a projection is too much.
+        If block_mask, local_window or projection is missing, or a projection or splits are too
+        much.
     """
     needed = ALGORITHMS[algorithm].requires
     accepted = {
         "block_mask": "a block layout",
         "local_window": "the queries of a window",
         "projection": "k or (E, F)",
+        "fp8": "the rows that share a scale",
+        "block_tables": "the pages of each sequence",
     }
     if needed and given[needed] is None:
         raise bad(needed, None, f"{accepted[needed]}, for algorithm={algorithm!r}")
     if given["projection"] is not None and needed != "projection":
         raise bad("projection", "given", f"None, for algorithm={algorithm!r}")
+    if given["fp8"] is not None and needed != "fp8":
+        raise bad("fp8", given["fp8"], f"None, for algorithm={algorithm!r}")
+    if given["block_tables"] is not None and needed != "block_tables":
+        raise bad("block_tables", "given", f"None, for algorithm={algorithm!r}")
+    if given["splits"] is not None and "splits" not in ALGORITHMS[algorithm].options:
+        raise bad("splits", given["splits"], f"None, for algorithm={algorithm!r}")
+    if given["exp_emulation"] is not None and "exp_emulation" not in ALGORITHMS[algorithm].options:
+        raise bad("exp_emulation", given["exp_emulation"], f"None, for algorithm={algorithm!r}")
 
 
 def backward_of(algorithm: str, convention: str = "literal") -> Backward:

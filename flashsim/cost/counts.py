@@ -9,6 +9,8 @@ standard, a row of S too long for SRAM    + N^2
 FlashAttention, as printed                3 N d + 2 N + Tc (3 N d + 4 N)
 FlashAttention, published kernel          (3 Tc + 1) N d + (4 Tc - 2) N
 FlashAttention-2                          (2 + 2 Tr) N d + N
+split-KV, n > 1 parts                     (2 Tr + n + 1) N d + N + 2 n (N d + N)
+online softmax, a query at a time         2 N^2 d + 2 N d + N
 standard, mask and dropout kernels        9 N^2 + (2 Tr + 2) N d
 square tiles, Td = d / Bc                 (2 Tr + Tc + 1) N d + (Td + 1) N^2 + 4 N
 scores resident, as printed               (2 Tr + 3 Tc + 1) N d + N
@@ -18,6 +20,7 @@ Linformer, k mixed keys                   4 N k + 2 N d + 2 Tk N d + 2 N k + (2 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import clamped
 from ..masks import Mask
 from ..memory import Traffic
 from .visits import EveryTile, Visits
@@ -77,13 +81,21 @@ def _add(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     return {name: a.get(name, 0) + b.get(name, 0) for name in [*a, *(n for n in b if n not in a)]}
 
 
+QUERY_CHUNK = 64  # so that short sequences have several; Rabe & Staats take 1024
+SIZES = (
+    "Nq", "Nk", "d", "dv", "near", "partial",
+    "query_chunk", "key_chunk", "chunks",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Head:
     """One head: the sizes, the mask, and the bytes of a stored and of a wide (on-chip) element.
 
     group: query heads that share a key head. d_mask: what a backward pass does with the gradient of
     an array mask: "" nothing, "written" once a tile, or "accumulated" where several add up.
-    unmixed: keys that Linformer mixes into the Nk that the mask is about.
+    unmixed: keys that Linformer mixes into the Nk that the mask is about. splits: parts that
+    split-KV decoding cuts the keys into.
     """
 
     mask: Mask
@@ -94,6 +106,8 @@ class Head:
     group: int = 1
     d_mask: str = ""
     unmixed: int = 0
+    splits: int = 1
+    emulation: tuple[float, int] | None = None  # share and degree of the polynomial exponentials
 
     @property
     def Nq(self) -> int:
@@ -111,9 +125,29 @@ class Head:
         return min(3 * self.mask.layout.Br, self.Nk) if self.mask.layout else self.Nk
 
     @property
+    def partial(self) -> int:
+        """Rows of split-KV's partial results; one part leaves none."""
+        return self.splits * self.Nq if self.splits > 1 else 0
+
+    @property
+    def query_chunk(self) -> int:
+        """Queries of a chunk of Rabe & Staats' attention, whatever N is."""
+        return min(QUERY_CHUNK, self.Nq)
+
+    @property
+    def key_chunk(self) -> int:
+        """Keys of a chunk of Rabe & Staats' attention: the square root of Nk."""
+        return math.isqrt(max(0, self.Nk - 1)) + 1
+
+    @property
+    def chunks(self) -> int:
+        """Rows of the partial results that a chunk of queries has, one for each chunk of keys."""
+        return -(-self.Nk // self.key_chunk) * self.query_chunk
+
+    @property
     def sizes(self) -> dict[str, int]:
         """What the symbols in the shapes of arrays stand for."""
-        return {name: getattr(self, name) for name in ("Nq", "Nk", "d", "dv", "near")}
+        return {name: getattr(self, name) for name in SIZES}
 
     def item_bytes(self, *wide: str) -> dict[str, int]:
         """Item sizes in HBM: Q, K, V, O as stored, the named arrays wide, the mask's own."""
@@ -166,8 +200,13 @@ flash1_tiles = flash2_tiles
 
 
 def standard_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
-    """(elements, bytes) of the fullest of its steps: Q, K, S; S, l, m (online); V, P, O."""
-    return fullest(_scores(head, r, c), _statistics(head, r, c), _values(head, r, c))
+    """(elements, bytes) of the fullest of its steps: Q, K, S; S, l, m; V, P, O."""
+    return fullest(_scores(head, r, c), _softmax(head, r, c), _values(head, r, c))
+
+
+def _softmax(head: Head, r: int, c: int) -> tuple[int, int]:
+    """The least that a softmax runs with: a whole row of S or, where that is less, a tile."""
+    return leanest(_statistics(head, 1, head.Nk), _statistics(head, r, c))
 
 
 def _scores(head: Head, r: int, c: int) -> tuple[int, int]:
@@ -194,6 +233,11 @@ def softmax_rows(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
 def fullest(*moments: tuple[int, int]) -> tuple[int, int]:
     elements, size = zip(*moments, strict=True)
     return max(elements), max(size)
+
+
+def leanest(*moments: tuple[int, int]) -> tuple[int, int]:
+    elements, size = zip(*moments, strict=True)
+    return min(elements), min(size)
 
 
 def flash1(head: Head, *, Br: int, Bc: int, elide: bool) -> Cost:
@@ -242,6 +286,100 @@ def flash2(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
     )
 
 
+def flash3(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
+    """Algorithm 2 of Shah et al. 2024: FlashAttention-2's traffic, and P of the tile before."""
+    v = visits(head.mask, Br, Bc)
+    r0, c0, cost = v.tallest, min(Bc, head.Nk), flash2(head, Br=Br, Bc=Bc)
+    first = [_softmax_stage(head, r, c, 0, 0) for r, c in v.first]
+    later = [_softmax_stage(head, r, c, c0, r * c0) for r, c in v.later]
+    last = [_last_product(head, r, c) for r, c in v.first]
+    alone = _held(head, r0 * head.d, r0 * (head.dv + 2))
+    elements, size = fullest(alone, *first, *later, *last)
+    return replace(cost, sram_elements=elements, sram_bytes=size)
+
+
+def flash3_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) on chip: FlashAttention-2's tiles, and P of the tile before, if any is.
+
+    Where V is not as wide as K, few long key tiles may need a little less than more shorter ones.
+    """
+    c = min(c, head.Nk)
+    after = min(c, head.Nk - c)
+    later = [_softmax_stage(head, r, after, c, r * c)] if after else []
+    return fullest(_softmax_stage(head, r, c, 0, 0), *later, _last_product(head, r, c))
+
+
+def _last_product(head: Head, r: int, c: int) -> tuple[int, int]:
+    """Q_i, V_j, O_i, l_i, m_i, P_ij."""
+    return _held(head, r * head.d + c * head.dv, r * (head.dv + 2) + r * c)
+
+
+def _softmax_stage(head: Head, r: int, c: int, before: int, P: int) -> tuple[int, int]:
+    """Q_i, K_j, V_{j-1} of `before` keys, O_i, l_i, m_i, S_ij, and P of j - 1 or, at first, j."""
+    mask, P = head.mask_tile(r, c), max(P, r * c if not before else 0)
+    loaded = (r + c) * head.d + before * head.dv
+    elements, size = _held(head, loaded, r * (head.dv + 2) + r * c + P)
+    return elements + mask, size + mask_bytes(head, mask)
+
+
+def flash3_fp8(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
+    """FlashAttention-2's counts, with Q, K and V of one byte; the scales are a small table."""
+    cost = flash2(replace(head, stored=1), Br=Br, Bc=Bc)
+    return replace(cost, item_bytes=cost.item_bytes | {"O": head.stored})
+
+
+def flash3_fp8_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) on chip: FlashAttention-2's tiles, those of Q, K and V in e4m3."""
+    return flash2_tiles(replace(head, stored=1), r, c)
+
+
+def flash4(
+    head: Head, *, Br: int, Bc: int, emulation: tuple[float, int] | None, elide: bool = False
+) -> Cost:
+    """FlashAttention-2's; exponentials by polynomial, and those of rows not rescaled, included."""
+    return flash2(head, Br=Br, Bc=Bc)
+
+
+def emulation(head: Head, sram: float, sram_bytes: float) -> dict[str, Any]:
+    """emulation: the share of the exponentials that are polynomials, and their degree."""
+    return {"emulation": head.emulation}
+
+
+def split_kv(head: Head, *, Br: int, Bc: int, splits: int, elide: bool = False) -> Cost:
+    """Flash-Decoding: each part reads Q and its own keys; the merge reads what all parts wrote."""
+    whole = flash2(head, Br=Br, Bc=Bc)
+    if splits == 1:
+        return whole
+    rows = splits * head.Nq
+    partial = {"Op": rows * head.dv, "Lp": rows}
+    merging = _merging(head, min(Br, head.Nq))
+    return replace(
+        whole,
+        reads=whole.reads | {"Q": rows * head.d, **partial},
+        writes=whole.writes | partial,
+        item_bytes=head.item_bytes("L", "Op", "Lp"),
+        exps=whole.exps + 2 * rows,
+        **peak((whole.sram_elements, whole.sram_bytes), merging),
+        extra_hbm_elements=head.Nq + rows * (head.dv + 1),
+    )
+
+
+def split_kv_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) on chip: what FlashAttention-2 holds, or the merge."""
+    merging = (_merging(head, r),) if head.splits > 1 else ()
+    return fullest(flash2_tiles(head, r, c), *merging)
+
+
+def _merging(head: Head, r: int) -> tuple[int, int]:
+    """O_i, l_i, m_i of r rows, and the O and L of one part."""
+    return _held(head, 0, r * (2 * head.dv + 3))
+
+
+def parts(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
+    """splits: the parts that split-KV decoding cuts the keys into."""
+    return {"splits": head.splits}
+
+
 def standard(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> Cost:
     """Algorithm 0 of Dao et al. 2022; Bs = 0: a row of S does not fit on chip and is read twice.
 
@@ -272,6 +410,73 @@ def standard(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> C
         **peak(*alone, *steps),
         extra_hbm_elements=2 * scores,
     )
+
+
+def rabe_staats(
+    head: Head, *, Cr: int, Cc: int, Br: int, Bc: int, Bs: int, elide: bool = False
+) -> Cost:
+    """Standard attention of each chunk, which leaves a state; and the states read to add them up.
+
+    The largest m of a row is looked for before anything is added, so each m is read twice.
+    """
+    total = Cost()
+    for (rows, keys), n in _chunks(head, Cr, Cc).items():
+        here = _window(head, rows, keys)
+        total = total.plus(standard(here, Br=Br, Bc=Bc, Bs=min(Bs, rows)).times(n))
+    states = head.Nq * -(-head.Nk // Cc)
+    moved, r = {"Oc": states * head.dv, "lc": states, "mc": states}, min(Br, head.query_chunk)
+    names = {"S": "Sc", "P": "Pc", "O": "Oc"}
+    combining = _held(head, 0, r * (head.dv + 2) + (r * (head.dv + 2) if head.Nk else 0))
+    reads = {names.get(name, name): x for name, x in total.reads.items()}
+    writes = {names.get(name, name): x for name, x in total.writes.items()}
+    return replace(
+        total,
+        reads=reads | moved | {"mc": 2 * states},
+        writes=writes | moved | {"O": head.Nq * head.dv},
+        item_bytes=head.item_bytes("Sc", "Pc", *moved),
+        exps=total.exps + states,
+        **peak((total.sram_elements, total.sram_bytes), combining),
+        extra_hbm_elements=2 * head.query_chunk * Cc + head.chunks * (head.dv + 2),
+    )
+
+
+def _chunks(head: Head, Cr: int, Cc: int) -> Counter[tuple[int, int]]:
+    """How many pairs of chunks have how many queries and keys."""
+    sides = (
+        Counter(min(C, N - a) for a in range(0, N, C)) for N, C in ((head.Nq, Cr), (head.Nk, Cc))
+    )
+    rows, keys = sides
+    return Counter({(r, c): rows[r] * keys[c] for r in rows for c in keys})
+
+
+def rabe_staats_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) of the fullest kernel: standard attention's, a row's, or two states."""
+    r, c = clamped((r, c), *longest_chunk(head))
+    one_row = _statistics(head, 1, min(head.key_chunk, head.Nk))
+    states = _held(head, 0, 2 * r * (head.dv + 2))
+    return fullest(_scores(head, r, c), _values(head, r, c), one_row, states)
+
+
+def longest_chunk(head: Head) -> tuple[int, int]:
+    """Queries and keys of a chunk, and so of a tile at most."""
+    return head.query_chunk, min(head.key_chunk, head.Nk)
+
+
+def chunks(head: Head, sram: float, sram_bytes: float) -> dict[str, int]:
+    """Cr and Cc, the queries and keys of a chunk, and Bs, the rows of its S that are on chip."""
+    here = replace(head, mask=Mask(head.query_chunk, head.key_chunk))
+    rows = max(1, softmax_rows(here, sram, sram_bytes)["Bs"])
+    return {"Cr": max(1, head.query_chunk), "Cc": head.key_chunk, "Bs": rows}
+
+
+def online_softmax(head: Head, *, Br: int, Bc: int, elide: bool = False) -> Cost:
+    """FlashAttention-2 with tiles of one query, whatever Br is."""
+    return flash2(head, Br=1, Bc=Bc)
+
+
+def online_softmax_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) on chip: one query's Q, S, O, l and m, and tiles of c keys."""
+    return flash2_tiles(head, 1, c)
 
 
 def _held(head: Head, stored: int, wide: int, bits: int = 0) -> tuple[int, int]:
@@ -396,6 +601,18 @@ def local(head: Head, *, Br: int, Bc: int, Bs: int, w: int, elide: bool = False)
     return total
 
 
+def local_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
+    """(elements, bytes) on chip: standard attention's, in a window with the most keys near it."""
+    w, near = longest_window(head)
+    return standard_tiles(_window(head, w, near), *clamped((r, c), w, near))
+
+
+def longest_window(head: Head) -> tuple[int, int]:
+    """Queries of a window and the keys near it, and so of a tile at most."""
+    assert head.mask.layout is not None
+    return min(head.mask.layout.Br, head.Nq), head.near
+
+
 def _windows(head: Head, w: int) -> Counter[tuple[int, int]]:
     """How many windows have how many queries, and keys near them."""
     starts = range(0, head.Nq, w)
@@ -448,9 +665,9 @@ def linformer(head: Head, *, Br: int, Bc: int, Bs: int, elide: bool = False) -> 
 
 
 def linformer_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
-    """(elements, bytes) of the fullest step: E, K, Kp; Q, Kp, S; S, l, m (online); Vp, P, O."""
-    steps = (_mixing, _mixed_scores, _statistics, _mixed_values)
-    return fullest(*(step(head, r, c) for step in steps))
+    """(elements, bytes) of the fullest step: E, K, Kp; Q, Kp, S; S, l, m; Vp, P, O."""
+    mixing = _mixing(head, min(r, head.Nk), min(c, head.unmixed))
+    return fullest(mixing, *(step(head, r, c) for step in (_mixed_scores, _softmax, _mixed_values)))
 
 
 def _mixing(head: Head, r: int, c: int) -> tuple[int, int]:

@@ -14,13 +14,13 @@ import numpy as np
 from .. import checks
 from ..algorithms import ALGORITHMS, Algorithm, Backward, backward_of, check_required
 from ..attention import Attention
-from ..checks import bad, bad_type, clamped
+from ..checks import bad, bad_type
 from ..masks import Mask, band
 from ..memory import widened
-from ..problem import block_layout, checked, local_layout
+from ..problem import block_layout, checked, local_layout, parts_of_keys
 from .counts import Cost, Head
 from .counts_backward import group_sum
-from .tiles import default_tiles
+from .tiles import default_tiles, usable
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -49,6 +49,8 @@ def io_cost(
     block_mask: Any = None,
     local_window: int | None = None,
     projection: int | None = None,
+    splits: int | None = None,
+    fp8: int | None = None,
     backward: bool = False,
     dtype: str = "float32",
     sram: float | None = None,
@@ -73,13 +75,16 @@ def io_cost(
     is_causal, causal_align, window, convention
         As in `attention`.
     key_lengths : sequence of int, optional
-        Real keys of each item, the rest is padding; one per item of the batch.
+        Real keys of each item, the rest is padding; one per item of the batch. For "paged" the
+        keys of each sequence, which has no padding.
     block_mask : bool array (ceil(N / Br), ceil(Nk / Bc)), optional
         Blocks of scores that are kept; needs Br and Bc.
     local_window : int, optional
         As in `attention`.
     projection : int, optional
         The k keys that "linformer" mixes the Nk into.
+    splits, fp8 : int, optional
+        As in `attention`.
     backward : bool
         The backward pass instead of the forward one.
     dtype : {"float16", "bfloat16", "float32", "float64"}
@@ -110,21 +115,28 @@ def io_cost(
     if shared != heads and (shared == 0 or heads % shared):
         raise bad("kv_heads", kv_heads, f"a divisor of heads={heads}")
     checks.choice("causal_align", causal_align, checks.ALIGNMENTS)
-    lo, hi = band(
-        N, Nk, is_causal=checks.flag("is_causal", is_causal), causal_align=causal_align,
-        window=checks.window_sides(window),
-    )  # fmt: skip
+    rules: dict[str, Any] = {
+        "is_causal": checks.flag("is_causal", is_causal),
+        "causal_align": causal_align,
+        "window": checks.window_sides(window),
+    }
+    lo, hi = band(N, Nk, **rules)
     stored = DTYPES[checks.choice("dtype", dtype, DTYPES)]
     limits = checks.budgets(sram, sram_bytes)
 
     def head(mask: Mask) -> Head:
         group = heads // shared if shared else 1
         wide = widened(stored).itemsize
-        return Head(mask, d, dv, stored.itemsize, wide, group, unmixed=unmixed)
+        return Head(mask, d, dv, stored.itemsize, wide, group, unmixed=unmixed, splits=parts)
 
+    in_pages = ALGORITHMS[algorithm].requires == "block_tables"
     check_required(
-        algorithm, block_mask=block_mask, local_window=local_window, projection=projection
-    )
+        algorithm, block_mask=block_mask, local_window=local_window, projection=projection,
+        splits=splits, exp_emulation=None, fp8=fp8, block_tables=True if in_pages else None,
+    )  # fmt: skip
+    parts = 1
+    if "splits" in ALGORITHMS[algorithm].options:
+        parts = parts_of_keys(splits, batch * heads, N, Nk, d)
     layout = block_layout(block_mask, None if Br is None else (Br, Bc), N, Nk)
     if local_window is not None:
         layout = local_layout(local_window, N, Nk, block_mask)
@@ -133,13 +145,18 @@ def io_cost(
     if projection is not None:
         if layout is not None or is_causal or window is not None:
             raise bad("projection", projection, "None with a mask")
-        unmixed, Nk = Nk, checks.integer("projection", projection, 1)
+        unmixed, Nk = Nk, checks.integer(
+            "projection", projection, 1, max(1, Nk) + 1
+        )
         lengths = Counter({Nk: batch})  # padded keys are read like others
     Br, Bc = _tiles(Br, Bc, row, head(Mask(N, Nk)), limits)
     total = Cost()
     for length, items in lengths.items():
         real = None if length == Nk else np.arange(Nk) < length
         one = head(Mask(N, Nk, lo=lo, hi=hi, keys=real, layout=layout))
+        if in_pages:
+            lo, hi = band(N, length, **rules)
+            one = head(Mask(N, length, lo=lo, hi=hi))
         cost = row.count(
             one, Br=Br, Bc=Bc, elide=convention == "elided", **row.more(one, *limits)
         ).times(heads)
@@ -173,20 +190,21 @@ def expected_cost(
     out : Attention
         What `attention` returned; its algorithm and tiles are taken.
     q, k, v, sram, sram_bytes, convention, **what
-        The other arguments of that call, without `tiles`.
+        The other arguments of that call, without `tiles`; `splits` may be left out.
     backward, wrt_mask : bool
         The closed form of the last `out.backward(do, wrt_mask=...)` instead.
     """
     row = _pass(out.algorithm, convention, backward)
-    Br, Bc = out.tiles_backward or out.tiles if backward else out.tiles
-    problem = checked(q, k, v, **what, tiles=out.tiles)
-    *batch, heads = problem.q.shape[:-2]
+    tiles = out.tiles_backward or out.tiles if backward else out.tiles
+    problem = checked(q, k, v, **{**what, "splits": out.splits}, tiles=out.tiles)
+    *batch, heads = problem.lead
     size = replace(problem.head, d_mask=problem.d_mask if backward and wrt_mask else "")
     elide = convention == "elided"
     total = Cost()
     for item in np.ndindex(*batch):
         one = replace(size, mask=problem.mask((*item, 0)))
         more = row.more(one, *checks.budgets(sram, sram_bytes))
+        Br, Bc = usable(row, tiles, one)
         total = total.plus(row.count(one, Br=Br, Bc=Bc, elide=elide, **more).times(heads))
         if backward and problem.group > 1:
             total = total.plus(group_sum(one, Bc=Bc).times(heads // problem.group))
@@ -215,7 +233,7 @@ def _tiles(
     limits: tuple[float, float],
 ) -> tuple[int, int]:
     if Br is not None and Bc is not None:
-        return clamped((checks.integer("Br", Br, 1), checks.integer("Bc", Bc, 1)), head.Nq, head.Nk)
+        return usable(row, (checks.integer("Br", Br, 1), checks.integer("Bc", Bc, 1)), head)
     if Br is not None or Bc is not None:
         name, value = ("Br", Br) if Bc is None else ("Bc", Bc)
         raise bad(name, value, "both Br and Bc, or neither")

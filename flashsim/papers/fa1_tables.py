@@ -15,6 +15,8 @@ from functools import cache
 from importlib import resources
 from itertools import pairwise
 
+from ..checks import choice
+
 FLASH = "FlashAttention"
 
 
@@ -46,11 +48,24 @@ class Table:
     masking: bool = False
 
     def points(self, method: str) -> list[tuple[int, float]]:
-        """(N, number) where the method ran."""
+        """(N, number) where the method ran.
+
+        Raises
+        ------
+        ValueError
+            If the table has no such method.
+        """
+        choice("method", method, self.rows)
         return [(N, float(x)) for N, x in zip(self.N, self.rows[method], strict=True) if x]
 
     def crossovers(self, method: str, other: str = FLASH) -> list[float]:
-        """The N at which `method` becomes less than `other`, by log-linear interpolation."""
+        """The N at which `method` becomes less than `other`, by log-linear interpolation.
+
+        Raises
+        ------
+        ValueError
+            If the table has no such method.
+        """
         mine, others = dict(self.points(method)), dict(self.points(other))
         gaps = [(N, math.log(mine[N] / others[N])) for N in self.N if N in mine and N in others]
         return [

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ..attention import attention
 from ..cost.io import io_cost
+from ..fp8 import quantised, rounded
 
 Array = np.ndarray[Any, Any]
-E4M3_MAX = 448.0
 
 
 def rates(N: int, d: int, heads: int, batch: int, ms: Sequence[float]) -> list[float]:
@@ -53,7 +52,7 @@ def fp16_errors(N: int, d: int, queries: int, seed: int) -> list[float]:
     """Table 3, FP16, RMSE in 1e-4: standard attention, FlashAttention-2."""
     q, k, v, exact = _problem(N, d, queries, seed)
     halves = [x.astype(np.float16) for x in (q, k, v)]
-    flash = attention(*halves, algorithm="flash2", tiles=(128, 128)).output
+    flash = attention(*halves, algorithm="flash3", tiles=(128, 128)).output
     Q, K, V = map(_half, (q, k, v))
     standard = _half(_half_softmax(_half(Q @ K.T * np.float32(d**-0.5))) @ V)
     return [1e4 * _rmse(output, exact) for output in (standard, flash.astype(np.float64))]
@@ -68,55 +67,25 @@ def _half_softmax(S: Array) -> Array:
 def fp8_errors(N: int, d: int, queries: int, block: int, seed: int) -> list[float]:
     """Table 3, FP8, RMSE in 1e-3: standard, FlashAttention-3, no blocks, no rotation."""
     q, k, v, exact = _problem(N, d, queries, seed)
-    rotation = np.random.default_rng(seed).choice([-1.0, 1.0], d)[:, None] * _hadamard(d)
-    rotated = q @ rotation, k @ rotation, v
-    outputs = (
-        _standard_fp8(q, k, v),
-        _flash_fp8(*rotated, block=block, scaled=block),
-        _flash_fp8(*rotated, block=block, scaled=N),
-        _flash_fp8(q, k, v, block=block, scaled=block),
-    )
+    halves = [x.astype(np.float16) for x in (q, k, v)]
+
+    def flash(rows: int, incoherent: bool) -> Array:
+        out = attention(
+            *halves, algorithm="flash3-fp8", fp8=rows, incoherent=incoherent, tiles=(block, block)
+        )
+        return np.asarray(out.output, np.float64)
+
+    outputs = _standard_fp8(*halves), flash(block, True), flash(N, True), flash(block, False)
     return [1e3 * _rmse(output, exact) for output in outputs]
-
-
-def _hadamard(d: int) -> Array:
-    """Orthogonal, (d, d), all entries of one size; d is a power of two."""
-    H = np.ones((1, 1))
-    while len(H) < d:
-        H = np.block([[H, H], [H, -H]])
-    return np.asarray(H / np.sqrt(d))
-
-
-def _quantised(x: Array, rows: int) -> Array:
-    """x (N, d) as float16, rounded to e4m3 with one scale for each so many rows."""
-    parts = []
-    for start in range(0, len(x), rows):
-        part = _half(x[start : start + rows])
-        scale = np.abs(part).max() / np.float32(E4M3_MAX)
-        parts.append(_e4m3(part / scale) * scale)
-    return np.concatenate(parts)
-
-
-def _e4m3(x: Array) -> Array:
-    return x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def _standard_fp8(q: Array, k: Array, v: Array) -> Array:
     """One scale for each of Q, K, V; the softmax in float16; P rounded to e4m3."""
-    Q, K, V = (_quantised(x, len(x)) for x in (q, k, v))
+    Q, K, V = (_there_and_back(x.astype(np.float32)) for x in (q, k, v))
     S = _half(Q @ K.T * np.float32(q.shape[1] ** -0.5))
-    return _half(_e4m3(_half_softmax(S)) @ V)
+    return _half(rounded(_half_softmax(S)) @ V)
 
 
-def _flash_fp8(q: Array, k: Array, v: Array, *, block: int, scaled: int) -> Array:
-    """FlashAttention-2's loop over key tiles of `block`, a scale for each `scaled` rows."""
-    Q, K, V = (_quantised(x, scaled) for x in (q, k, v))
-    m, l = np.full(len(Q), -np.inf, np.float32), np.zeros(len(Q), np.float32)
-    O = np.zeros((len(Q), V.shape[1]), np.float32)
-    for j in range(0, len(K), block):
-        S = Q @ K[j : j + block].T * np.float32(Q.shape[1] ** -0.5)
-        m_new = np.maximum(m, S.max(axis=1))
-        alpha, P = np.exp(m - m_new), np.exp(S - m_new[:, None])
-        l = alpha * l + P.sum(axis=1)
-        O, m = alpha[:, None] * O + _e4m3(P) @ V[j : j + block], m_new
-    return _half(O / l[:, None])
+def _there_and_back(x: Array) -> Array:
+    values, scale = quantised(x, len(x))
+    return np.asarray(values.astype(np.float32) * scale[:, None])

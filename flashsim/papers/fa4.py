@@ -8,8 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..algorithms.flash4 import flash_attention_4
 from ..cost.devices import device
 from ..cost.roofline import tile_cycles
+from ..dropout import Dropout
+from ..exp2 import on_unit_interval
+from ..masks import Mask
 
 Array = np.ndarray[Any, Any]
 
@@ -27,9 +31,7 @@ def exp2_errors(coefficients: Sequence[float]) -> list[float]:
     """
     x = np.linspace(0, 1, 2_000_000, endpoint=False, dtype=np.float32)
     exact = np.exp2(x, dtype=np.float64)
-    y = np.zeros_like(x)
-    for c in reversed(coefficients):
-        y = y * x + np.float32(c)
+    y = on_unit_interval(x, tuple(coefficients))
     shown = y, _rounded(y), _rounded(np.exp2(x))
     return [1e3 * float(np.abs(approximate / exact - 1).max()) for approximate in shown]
 
@@ -63,20 +65,10 @@ def _unit_scale(queries: int, keys: int, d: int, seed: int) -> tuple[Array, Arra
 
 
 def lazily_rescaled(Q: Array, K: Array, V: Array, Bc: int, threshold: float) -> tuple[Array, int]:
-    """O (Nq, d), and how many times a row was rescaled after its first tile.
-
-    m stands still until a tile exceeds it by more than `threshold`, in powers of two. So P is at
-    most 2^threshold instead of 1, and what O and l lack in scale they lack alike.
-    """
-    S_all = Q @ K.T * Q.shape[1] ** -0.5
-    m = S_all[:, :Bc].max(axis=1)
-    l, O, rescaled = np.zeros(len(Q)), np.zeros((len(Q), V.shape[1])), 0
-    for j in range(0, len(K), Bc):
-        S = S_all[:, j : j + Bc]
-        m_tile = S.max(axis=1)
-        grows = (m_tile - m) / np.log(2) > threshold
-        m_new = np.where(grows, m_tile, m)
-        alpha, P = np.exp(m - m_new), np.exp(S - m_new[:, None])
-        l, O, m = alpha * l + P.sum(axis=1), alpha[:, None] * O + P @ V[j : j + Bc], m_new
-        rescaled += int(grows.sum())
-    return O / l[:, None], rescaled
+    """O (Nq, dv) of FlashAttention-4, and how often a row was rescaled after its first tile."""
+    O, L, R = np.empty((len(Q), V.shape[1])), np.empty(len(Q)), np.empty(len(Q))
+    flash_attention_4(
+        Q, K, V, O, L, R, Br=len(Q), Bc=Bc, scale=Q.shape[1] ** -0.5, threshold=threshold,
+        mask=Mask(len(Q), len(K)), drop=Dropout(0.0, 0, 0, 0),
+    )  # fmt: skip
+    return O, int(R.sum())

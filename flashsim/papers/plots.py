@@ -19,16 +19,18 @@ WIDE = 8  # x that range so far have a logarithmic axis
 
 
 def beside(path: Path, rows: Sequence[Row]) -> None:
-    """A panel for each row; a row from the tables of FlashAttention shows the whole table.
+    """A panel for each row; rows from a table of FlashAttention share one of the whole table.
 
     Crossovers have a panel for each table: the four of the row or, if it is alone, all twelve.
     """
     panels: list[Callable[[Any], None]] = []
+    memory = [row for row in rows if row.key.startswith("fa1-memory")]
     for row in rows:
         if row.key == "fa1-crossover":
             panels += [partial(_table, table=table) for table in _with_crossovers(row, rows)]
-        elif row.key.startswith("fa1-memory"):
-            panels.append(partial(_table, table=tables()[21], row=row))
+        elif row in memory:
+            if row is memory[0]:
+                panels.append(partial(_table, table=tables()[21], rows=memory))
         else:
             panels.append(partial(_row, row=row))
     columns = min(4, max(1, round(len(panels) ** 0.5)))
@@ -62,10 +64,10 @@ def _row(at: Any, row: Row) -> None:
         _lines(at, row)
     else:
         _bars(at, row)
-    at.set_ylabel(row.unit)
+    at.set_ylabel(row.unit or "no unit")
     at.grid(alpha=0.25, axis="y")
     at.spines[["top", "right"]].set_visible(False)
-    at.legend(fontsize=8, frameon=False, title=row.verdict, title_fontsize=8)
+    at.legend(fontsize=8, frameon=row.between, title=row.verdict, title_fontsize=8)
 
 
 def _lines(at: Any, row: Row) -> None:
@@ -101,13 +103,14 @@ def _bars(at: Any, row: Row) -> None:
 
 def _range(at: Any, row: Row) -> None:
     low, high = map(float, row.published)
-    at.axhspan(low, high, color="#BBBBBB", label="published")
+    at.axhspan(low, high, facecolor="#DDDDDD", edgecolor="#555555", label="published")
+    at.set_ylim(top=low + 1.6 * (high - low))  # the legend stands above what it explains
     at.plot(range(len(row.recomputed)), row.recomputed, "s", color=RECOMPUTED, label="recomputed")
     at.set_xticks(range(len(row.recomputed)), row.labels or [""])
 
 
-def _table(at: Any, table: Table, row: Row | None = None) -> None:
-    """Every method over N; where some become faster than FLASH; what a row recomputes."""
+def _table(at: Any, table: Table, rows: Sequence[Row] = ()) -> None:
+    """Every method over N; where some become faster than FLASH; what rows recompute."""
     what = [name for name, on in (("dropout", table.dropout), ("masking", table.masking)) if on]
     title = f"fa1, Table {table.number}: {table.what}" + (f", {' and '.join(what)}" if what else "")
     at.set_title(title, fontsize=9, loc="left")
@@ -121,9 +124,9 @@ def _table(at: Any, table: Table, row: Row | None = None) -> None:
         )  # fmt: skip
     others = len(table.rows) - len(MAIN)
     at.plot([], [], color="#BBBBBB", linewidth=1, label=f"{others} others")
-    if row is not None:
+    for row, mark in zip(rows, "sh", strict=False):
         at.plot(
-            row.x, row.recomputed, "s", color=RECOMPUTED, markersize=9, fillstyle="none",
+            row.x, row.recomputed, mark, color=RECOMPUTED, markersize=9, fillstyle="none",
             label=f"{row.where.partition(', ')[2]}, recomputed",
         )  # fmt: skip
     for method in CROSSING if table.unit == "ms" else ():
@@ -142,4 +145,5 @@ def _table(at: Any, table: Table, row: Row | None = None) -> None:
     at.set_ylabel(f"{'memory' if table.unit == 'MB' else 'time'} ({table.unit})")
     at.grid(alpha=0.25)
     at.spines[["top", "right"]].set_visible(False)
-    at.legend(fontsize=7, frameon=False)
+    opaque = table.unit == "ms"  # over the lines of the crossovers
+    at.legend(fontsize=7, framealpha=float(opaque), edgecolor="none")

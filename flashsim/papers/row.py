@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from ..checks import bad
+from ..checks import bad, instance
 from . import fa1, fa3, fa4, others
 from .published import document, published
 
@@ -144,12 +144,13 @@ def chosen(names: Iterable[str]) -> list[str]:
     Raises
     ------
     ValueError
-        If a name is the beginning of no key.
+        If a name is empty, or the beginning of no key.
     """
     keys = [row["key"] for row in document()["rows"]]
-    wanted = list(names)
+    wanted = [names] if isinstance(names, str) else list(names)
     for name in wanted:
-        if not any(key.startswith(name) for key in keys):
+        instance("row", name, str, "a key, or a beginning such as fa1")
+        if not name or not any(key.startswith(name) for key in keys):
             raise bad("row", name, f"one of {', '.join(keys)}, or a beginning such as fa1")
     return [key for key in keys if not wanted or any(key.startswith(name) for name in wanted)]
 
