@@ -42,7 +42,7 @@ Kernel = Callable[..., Any]
 N, D, M = 256, 16, 2048  # keys and queries, width, and elements on chip of the problem that counts
 SEED = 0
 A_FEW = 4  # numbers a row in HBM, such as l and m, are no N x N matrix
-
+THE_PROBLEM = f"on the problem that counts, {N} random queries and keys"
 
 NAMES = {
     "standard": "standard attention",
@@ -66,9 +66,18 @@ class Probe(NamedTuple):
 # In order: each but for one thing like those before it, so the first that fails names the thing.
 PROBES = (
     Probe(
-        "one tile is all there is, and it is wrong: softmax(Q Kᵀ · scale) V, the sum over the keys "
-        "of a row; a NaN may be exp(m_new - m_old), where exp(m_old - m_new) is meant, as m_old is "
-        "-inf at first",
+        "one key has all the weight, and O is not its value; a NaN may be exp(m_new - m_old), "
+        "where exp(m_old - m_new) is meant, as m_old is -inf at first",
+        q=(1, 2), k=(0, 30), v=(1, 3),
+    ),
+    Probe(
+        "all scores are equal, and O is not the mean of V: divide it by l, the sum of a row's "
+        "exponentials",
+        q=(1, 2), k=(0, 0), v=(1, 3),
+    ),
+    Probe(
+        "one tile is all there is, and it is weighed wrongly: softmax(Q Kᵀ · scale) V, exp to the "
+        "base e, and the sum over the keys of a row",
         q=(1, 2), k=(0, 1), v=(1, 3),
     ),
     Probe("the scores are not multiplied by scale", q=(1, 2), k=(0, 1), v=(1, 3), scale=0.5),
@@ -80,6 +89,11 @@ PROBES = (
     Probe(
         "key tiles are not added up, though all scores are equal: sum O and l over them, and "
         "divide O by l after the last",
+        q=(0, 0), k=(0, 0, 0, 0), v=(1, 3, 1, 3),
+    ),
+    Probe(
+        "what was summed over earlier key tiles is lost: O, l and m stay from tile to tile; if m "
+        "is never set to m_new it stays -inf, and exp(m_old - m_new) is 0",
         q=(0, 0), k=(0, 0, 0, 0), v=(1, 2, 4, 8),
     ),
     Probe(
@@ -101,6 +115,11 @@ PROBES = (
     Probe(
         "large scores overflow: exp(100) is beyond float32, so subtract the row's maximum first",
         q=(1, 1), k=(0, 1, 100, 99), v=(10, 20, 30, 40),
+    ),
+    Probe(
+        "all scores of a row are far below 0, and their exponentials vanish: m starts at -inf, not "
+        "at 0, so that it is the maximum of the scores alone",
+        q=(1, 1), k=(-200, -201), v=(1, 3),
     ),
     Probe(
         "the maximum falls from one tile to the next, and the factor overflows: the largest so "
@@ -216,7 +235,8 @@ class Score:
         level, more = self._said()
         lines = [level, *([more] if self.mistake else [])]
         if self.traffic.total_elements:
-            lines += ["", *(f"  {name:<32}{text}" for name, text in self._numbers())]
+            lines += ["", f"  {THE_PROBLEM}"]
+            lines += [f"  {name:<32}{text}" for name, text in self._numbers()]
             lines += ["", "  elements moved, in all"]
             lines += [f"  {name:<32}{elements:>9,}" for name, elements in self._bars()]
         return "\n".join(lines if self.mistake or not more else [*lines, "", more])
@@ -230,7 +250,8 @@ class Score:
         body = ""
         if self.traffic.total_elements:
             bars = self._bars()
-            rows = [_row(name, html.escape(text)) for name, text in self._numbers()]
+            rows = [_row(f"<b>{THE_PROBLEM}</b>", "")]
+            rows += [_row(name, html.escape(text)) for name, text in self._numbers()]
             rows.append(_row("<b>elements moved, in all</b>", ""))
             rows += [_row(name, _bar(n, bars[0][1], name == "your kernel")) for name, n in bars]
             body = f"<table>{''.join(rows)}</table>"
@@ -321,10 +342,13 @@ def _run(kernel: Kernel, machine: Machine, q: Array, k: Array, v: Array, **what:
 def _missed(kernel: Kernel, probe: Probe) -> str:
     """What is wrong, if the kernel fails the probe."""
     q, k, v = (np.array(x, np.float32)[:, None] for x in (probe.q, probe.k, probe.v))
-    output = _run(kernel, Machine(), q, k, v, Br=2, Bc=2, scale=probe.scale)
+    machine = Machine()
+    output = _run(kernel, machine, q, k, v, Br=2, Bc=2, scale=probe.scale)
     right = exact(q, k, v, scale=probe.scale)
     if right.output_ratio(output) <= 1:
         return ""
+    if np.isnan(output).all() and not machine.traffic.writes.get("O"):
+        return "Nothing is written to O: a tile is stored by O[i] = x."
     found, expected = (_listed(x) for x in (output, right.output))
     given = f"q = {_listed(q)}, k = {_listed(k)}, v = {_listed(v)}, scale = {probe.scale:g}"
     sentence = probe.mistake[0].upper() + probe.mistake[1:]
@@ -349,7 +373,7 @@ def _wrong_in_full(kernel: Kernel, ratio: float, Br: int, Bc: int) -> str:
 
 
 def _uncounted(machine: Machine) -> str:
-    """What is wrong, if an input has not been read through the machine."""
+    """What is wrong, if an array has been read or written past the machine."""
     for name in ("Q", "K", "V"):
         read = machine.traffic.reads.get(name, 0)
         if read < N * D:
@@ -357,6 +381,12 @@ def _uncounted(machine: Machine) -> str:
                 f"Of {name} only {read:,} of {N * D:,} elements were read through the machine: "
                 f"load tiles, {name}[rows], not {name}.data."
             )
+    written = machine.traffic.writes.get("O", 0)
+    if written < N * D:
+        return (
+            f"Of O only {written:,} of {N * D:,} elements were written through the machine: store "
+            "tiles, O[rows] = x, not O.data."
+        )
     return ""
 
 

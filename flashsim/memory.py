@@ -175,8 +175,9 @@ class Machine:
             sizes, budget, unit = [r.elements for r in live], self.sram, "elements"
         else:
             sizes, budget, unit = [r.bytes for r in live], self.sram_bytes, "bytes"
+        summed = f"{' + '.join(map(str, sizes))} = " if len(sizes) > 1 else ""
         raise SramOverflow(
-            f"{new.name} does not fit on the chip: {' + '.join(map(str, sizes))} = {sum(sizes)} "
+            f"{new.name} does not fit on the chip: {summed}{sum(sizes)} "
             f"{unit} ({shapes}), but SRAM holds {budget:g} {unit}; use smaller tiles or more SRAM"
         )
 
@@ -227,6 +228,11 @@ class Hbm(NDArrayOperatorsMixin):
 
     def _refuse(self) -> TypeError:
         return TypeError(f"{self.name} lives in HBM: load a tile first, as in {self.name}[rows]")
+
+    @property
+    def T(self) -> Array:
+        """Refused, as all arithmetic is."""
+        raise self._refuse()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Array:
         raise self._refuse()

@@ -138,7 +138,9 @@ def test_a_page_shows_the_names_that_a_kernel_gives_as_text():
 
 # What is written instead, and words of the verdict: one mistake each.
 MISTAKES = {
-    "not divided by l": ("Oi / li[:, None]", "Oi", "One tile is all there is"),
+    "nothing is written": ("O[i] = Oi / li[:, None]", "pass", "Nothing is written to O"),
+    "not divided by l": ("Oi / li[:, None]", "Oi", "divide it by l"),
+    "powers of 2": ("np.exp(Sij", "np.exp2(Sij", "exp to the base e"),
     "no scale": ("Qi @ Kj.T * scale", "Qi @ Kj.T", "multiplied by scale"),
     "the state is carried on": (
         'mi = on_chip("mi", np.full(len(Qi), -np.inf, np.float32))',
@@ -148,6 +150,7 @@ MISTAKES = {
     "only the first query tile": ("tiles(Br, Q)", "list(tiles(Br, Q))[:1]", "second query tile"),
     "l of the last tile": ("alpha * li + Pij.sum", "Pij.sum", "Key tiles are not added up"),
     "O of the last tile": ("alpha[:, None] * Oi + Pij", "Pij", "Key tiles are not added up"),
+    "m is not kept": ("mi[:] = m_new", "pass", "never set to m_new"),
     "the tile's own maximum, and no factor": (
         "np.maximum(mi, Sij.max(axis=1))",
         "Sij.max(axis=1); mi[:] = m_new",
@@ -176,6 +179,7 @@ MISTAKES = {
         "last query tile is short",
     ),
     "no maximum": ("np.maximum(mi, Sij.max(axis=1))", "np.zeros_like(mi)", "exp(100)"),
+    "m starts at 0": ("np.full(len(Qi), -np.inf, np.float32)", "li.copy()", "m starts at -inf"),
     "a maximum that falls": ("np.maximum(mi, Sij.max(axis=1))", "Sij.max(axis=1)", "never falls"),
     "a maximum for the whole tile": (
         "Sij.max(axis=1)",
@@ -239,6 +243,8 @@ def test_every_probe_is_needed():
 def test_rows_that_are_taken_past_the_machine_are_missed():
     found = score(mistaken("tiles(Bc, K, V)", "((j, K.data[j], V[j]) for j, _ in tiles(Bc, V))"))
     assert "Of K only 0 of 4,096 elements were read" in found.mistake
+    found = score(mistaken("O[i] =", "O.data[i] ="))
+    assert "Of O only 0 of 4,096 elements were written" in found.mistake
 
 
 def test_what_is_shown_as_text_and_as_a_page_has_the_same_numbers():
@@ -251,12 +257,18 @@ def test_what_is_shown_as_text_and_as_a_page_has_the_same_numbers():
     assert wrong.mistake in str(wrong)
 
 
-def test_errors_of_the_kernel_and_unusable_arguments_are_raised():
+@pytest.mark.parametrize(
+    "product", [lambda Q, K: Q @ K, lambda Q, K: Q @ K.T], ids=["Q @ K", "Q @ K.T"]
+)
+def test_arithmetic_in_hbm_is_told_to_load_a_tile_first(product):
     def forgetful(Q, K, V, O, **what):
-        return Q @ K
+        return product(Q, K)
 
     with pytest.raises(TypeError, match="load a tile first"):
         score(forgetful)
+
+
+def test_unusable_arguments_are_raised():
     with pytest.raises(TypeError, match="kernel=3: expected a function"):
         score(3)
     with pytest.raises(ValueError, match="tiles"):
