@@ -265,7 +265,8 @@ def attention(
     projection : int or (E, F), optional
         For "linformer", how it mixes the Nk keys and values into k: two arrays (k, Nk) in the dtype
         of q, or k for the means of k runs of the real keys, as even as can be; k of Nk at most.
-        Padded keys are not mixed in; no other mask can be given. E and F live in HBM and are counted.
+        Padded keys are not mixed in; no other mask can be given. E and F live in HBM, and are
+        counted.
     splits : int, optional
         For "split_kv", the parts that the keys are cut into, at most 128; more parts than key tiles
         leave some empty. Default: what the published rule takes on an H200; see

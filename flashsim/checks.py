@@ -62,6 +62,42 @@ def number(name: str, value: Any, accepted: str) -> float:
     return result
 
 
+def amount(name: str, value: Any) -> float:
+    """A finite number of at least 0."""
+    accepted = "a number of at least 0"
+    if number(name, value, accepted) < 0:
+        raise bad(name, value, accepted)
+    return float(value)
+
+
+def integers(name: str, value: Any, at_least: int, below: int = 2**63) -> np.ndarray[Any, Any]:
+    """(n,) integers in range, as int64."""
+    accepted = f"integers of at least {at_least} and below {below}, (n,)"
+    found = np.asarray(value)
+    if found.ndim != 1:
+        raise bad(name, value, accepted)
+    if found.size and found.dtype.kind not in "iu":
+        raise bad_type(name, value, accepted)
+    if found.size and (found.min() < at_least or found.max() >= below):
+        raise bad(name, value, accepted)
+    return found.astype(np.int64)
+
+
+def instance(name: str, value: Any, kind: type, accepted: str) -> None:
+    """An object of some class."""
+    if not isinstance(value, kind):
+        raise bad_type(name, value, accepted)
+
+
+def given_together(**arrays: Any) -> bool:
+    """Whether all of some arguments are given, or none."""
+    missing = [name for name, x in arrays.items() if x is None]
+    if 0 < len(missing) < len(arrays):
+        there = ", ".join(name for name in arrays if name not in missing)
+        raise bad(" and ".join(missing), None, f"{', '.join(arrays)} together, as {there} is given")
+    return not missing
+
+
 def budget(name: str, value: Any) -> float:
     """An SRAM budget: a positive number, or None for an unbounded chip."""
     if value is None or (isinstance(value, float) and value == math.inf):

@@ -1,4 +1,5 @@
-"""The command line: run, io, sweep, layouts, devices, bench, compare.
+"""The command line: run, io, tiles, roofline, sweep, paper, layouts, devices, bench, compare,
+view.
 
 Exit codes: 0 if every check held, 1 if one did not, 2 for input that cannot be used, with one line
 on stderr that says which and why. What takes long to import is imported where it is used.
@@ -6,7 +7,7 @@ on stderr that says which and why. What takes long to import is imported where i
 
 from __future__ import annotations
 
-import math
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from . import __version__, cli_gpu
+from . import __version__, cli_cost, cli_gpu, cli_papers, cli_studies, cli_view
 
 if TYPE_CHECKING:
     from .inputs import Inputs
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .verify import Budget, Record
 
 DEFAULT_SRAM_KB = 32
+LARGEST_SRAM = 2**60  # no memory is larger, and its bytes are still a number
 DEFAULT_DEVICE = "h200"
 LAYOUT_NAMES = (
     "butterfly[:FACTORS], local-global[:LOCAL[,GLOBAL]], strided[:STRIDE], random:DENSITY[,SEED] "
@@ -97,9 +99,11 @@ Algorithms = Annotated[
     list[str] | None,
     typer.Option(
         "--algorithm", "-a", metavar="NAME", show_default="all that differ",
-        help="standard, flash1, flash2, flash2-two-kernel, block_sparse; flash1:literal is the "
-        "printed algorithm, flash1:elided the published kernel (initial O, l, m cost nothing). May "
-        "be repeated.",
+        help="standard, flash1, flash2, flash2-two-kernel, block_sparse; by name only "
+        "flash3, flash4, split_kv, paged, rabe_staats, online_softmax, standard-unfused, "
+        "square-tiles, resident-scores, and the approximations local, linformer, flash3-fp8. "
+        "flash1:literal is the printed algorithm, flash1:elided the published kernel (initial O, "
+        "l, m cost nothing). May be repeated.",
     ),
 ]  # fmt: skip
 Sram = Annotated[int | None, typer.Option(help="SRAM in elements, each number counting one.")]
@@ -119,6 +123,22 @@ Layout = Annotated[
         metavar="NAME",
         help=f"Keep only some blocks of the scores: {LAYOUT_NAMES}. The tiles are the blocks.",
     ),
+]
+LocalWindow = Annotated[
+    int | None,
+    typer.Option(help="Queries of a window of local attention; for the approximation local."),
+]
+Projection = Annotated[
+    int | None,
+    typer.Option(help="Keys that all are mixed into; for the approximation linformer."),
+]
+Splits = Annotated[
+    int | None,
+    typer.Option(help="Parts of the keys, merged; for split_kv.", show_default="a rule's"),
+]
+Fp8 = Annotated[
+    int | None,
+    typer.Option(metavar="ROWS", help="Rows that share a scale in FP8; for flash3-fp8."),
 ]
 Backward = Annotated[bool, typer.Option("--backward", help="Add the backward passes.")]
 DeviceName = Annotated[
@@ -171,6 +191,20 @@ def run(
     sram_kb: SramKb = None,
     tiles: Tiles = None,
     layout: Layout = None,
+    local_window: LocalWindow = None,
+    projection: Projection = None,
+    splits: Splits = None,
+    fp8: Fp8 = None,
+    page_size: Annotated[
+        int | None, typer.Option(metavar="ROWS", help="Put keys and values in pages; for paged.")
+    ] = None,
+    exp_emulation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE,DEGREE",
+            help="Share of the exponentials that are polynomials of a degree; for flash4.",
+        ),
+    ] = None,
     causal: Causal = False,
     causal_align: CausalAlign = "bottom-right",
     window: Window = None,
@@ -205,11 +239,17 @@ def run(
     what: dict[str, Any] = {
         "is_causal": causal, "causal_align": causal_align, "window": _window(window),
         "scale": scale, "dropout_p": dropout, "seed": dropout_seed,
+        "local_window": local_window, "projection": projection, "splits": splits,
+        "fp8": fp8, "exp_emulation": _emulation(exp_emulation), "page": page_size,
     }  # fmt: skip
     if file is None and (causal or window or scale is not None or dropout or layout):
         inputs = replace(inputs, expected_output=None)  # it is that of the model's own settings
     do = verify.output_gradient(inputs, seed) if backward else None
-    chosen = verify.variants(algorithm or [], backward, layout is not None)
+    given = _given(
+        block_mask=layout, local_window=local_window, projection=projection, splits=splits,
+        fp8=fp8, exp_emulation=exp_emulation, block_tables=page_size,
+    )  # fmt: skip
+    chosen = verify.variants(algorithm or [], backward, given)
     size = _tiles(tiles)
     if layout is not None:
         lengths = inputs.q.shape[-2], inputs.k.shape[-2]
@@ -248,12 +288,16 @@ def io(
         str | None,
         typer.Option(
             help="Tiles: paper (Bc = M/4d, may not fit), strict (the largest of that shape that "
-            "fit) or optimal (fewest elements moved).",
+            "fit), optimal (fewest elements moved) or hardware (fewest among multiples of 16).",
             show_default="strict",
         ),
     ] = None,
     tiles: Tiles = None,
     layout: Layout = None,
+    local_window: LocalWindow = None,
+    projection: Projection = None,
+    splits: Splits = None,
+    fp8: Fp8 = None,
     causal: Causal = False,
     causal_align: CausalAlign = "bottom-right",
     window: Window = None,
@@ -267,14 +311,15 @@ def io(
     from . import reports, verify
     from .cost.devices import device as preset
 
-    if rule is not None and tiles is not None:
-        raise ValueError(f"--rule {rule}: expected none, as --tiles {tiles} gives the tiles")
+    _check_rule(rule, tiles)
     gpu = preset(device)
     budget = _budget(sram, sram_kb, gpu.sram_bytes_per_block)
     problem: dict[str, Any] = {
         "N": N, "Nk": N if Nk is None else Nk, "d": d, "dv": d if dv is None else dv,
         "heads": heads, "batch": batch, "dtype": dtype, "is_causal": causal,
         "causal_align": causal_align, "window": _window(window),
+        "local_window": local_window, "projection": projection, "splits": splits,
+        "fp8": fp8,
     }  # fmt: skip
     if rule is not None and layout is not None:
         raise ValueError(f"--rule {rule}: expected none, as the tiles are the blocks of --layout")
@@ -283,44 +328,18 @@ def io(
         size, keep = _layout(layout, size, problem["N"], problem["Nk"])
     elif size is None and rule is None:
         rule = "strict"
+    given = _given(
+        block_mask=layout, local_window=local_window, projection=projection, splits=splits,
+        fp8=fp8,
+    )  # fmt: skip
     records = verify.io_records(
-        verify.variants(algorithm or [], backward, layout is not None), budget=budget, rule=rule,
+        verify.variants(algorithm or [], backward, given),
+        budget=budget, rule=rule,
         tiles=size, device=gpu, backward=backward, block_mask=keep, **problem,
     )  # fmt: skip
     if plot is not None:
         _plot_traffic(plot, f"N = {N}, d = {d}", records)
     _finish(reports.io_report(problem, records, budget, gpu, rule, layout, keep), json, csv)
-
-
-@app.command()
-def sweep(
-    part: Annotated[
-        list[str] | None,
-        typer.Argument(help="forward, backward, sparse; several may be named.", show_default="all"),
-    ] = None,
-    json: Json = False,
-    csv: Csv = False,
-    plot: Plot = None,
-) -> None:
-    """Verify how traffic grows: run the small sizes, fit the exponents.
-
-    forward, backward: each pass, as N^2 d^2 / M.
-
-    sparse: linearly in the share of blocks that are kept, beside published times.
-    """
-    _check_output(json, csv, plot)
-    from . import reports
-    from .cost import sweep as cost
-
-    parts = cost.chosen_parts(part or [])
-    with _progress(cost.steps(parts)) as on_step:
-        series = [s for name in parts if name != "sparse" for s in cost.sweep(name, on_step)]
-        lines = cost.densities(on_step) if "sparse" in parts else []
-    if plot is not None:
-        from .plots import growth_lines
-
-        growth_lines(plot, series, cost.FITTED, lines)
-    _finish(reports.sweep_report(series, lines), json, csv)
 
 
 @app.command()
@@ -391,8 +410,19 @@ def devices(
     _finish(reports.device_report(preset(name)), json, csv)
 
 
+app.command()(cli_cost.sweep)
+app.command()(cli_cost.waves)
+app.command()(cli_cost.l2)
+app.command()(cli_cost.tiles)
+app.command()(cli_cost.roofline)
+app.command()(cli_cost.schedule)
+app.command()(cli_papers.paper)
+app.command()(cli_studies.small_sram)
+app.command()(cli_studies.standard)
+app.command()(cli_studies.approximations)
 app.command()(cli_gpu.bench)
 app.command()(cli_gpu.compare)
+app.command()(cli_view.view)
 
 
 def _check_output(json: bool, csv: bool, plot: Path | None) -> None:
@@ -403,6 +433,8 @@ def _check_output(json: bool, csv: bool, plot: Path | None) -> None:
         from .plots import checked_path
 
         checked_path(plot)
+        # Where its cache cannot be written, Matplotlib says so in lines that are not ours.
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 
 def _finish(report: Report, json: bool, csv: bool) -> NoReturn:
@@ -463,6 +495,12 @@ def _tiles(text: str | None) -> tuple[int, int] | None:
     return Br, Bc
 
 
+def _check_rule(rule: str | None, tiles: str | None) -> None:
+    """Refuse a rule that would be ignored."""
+    if rule is not None and tiles is not None:
+        raise ValueError(f"--rule {rule}: expected none, as --tiles {tiles} gives the tiles")
+
+
 def _layout(
     name: str, blocks: tuple[int, int] | None, Nq: int, Nk: int
 ) -> tuple[tuple[int, int], Any]:
@@ -473,6 +511,21 @@ def _layout(
         blocks = verify.block_sizes(Nq, Nk)
     blocks = checks.clamped(checks.pair_of_tiles(blocks), Nq, Nk)
     return blocks, verify.named_layout(name, blocks, Nq, Nk)
+
+
+def _given(**own: Any) -> list[str]:
+    """Of the arguments that are some algorithm's own, those that are given."""
+    return [name for name, value in own.items() if value is not None]
+
+
+def _emulation(text: str | None) -> tuple[float, int] | None:
+    if text is None:
+        return None
+    try:
+        share, degree = text.split(",")
+        return float(share), int(degree)
+    except ValueError:
+        raise ValueError(f"--exp-emulation {text}: expected SHARE,DEGREE, such as 0.25,3") from None
 
 
 def _window(text: str | None) -> tuple[int | None, int | None] | None:
@@ -492,8 +545,8 @@ def _budget(sram: int | None, sram_kb: float | None, default_bytes: int) -> Budg
     if sram is not None and sram_kb is not None:
         raise ValueError(f"--sram-kb {sram_kb:g}: expected none, as --sram {sram} gives the SRAM")
     for option, value in (("sram", sram), ("sram-kb", sram_kb)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{option} {value}: expected a positive number")
+        if value is not None and not 0 < value <= LARGEST_SRAM:
+            raise ValueError(f"--{option} {value}: expected a positive number, 2^60 at most")
     if sram is not None:
         return {"sram": sram}
     return {"sram_bytes": default_bytes if sram_kb is None else int(sram_kb * 1024)}

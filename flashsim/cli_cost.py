@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from .cost.cache import DramCost
 
+LARGEST_L2_MB = 1e9
+
 
 def sweep(
     part: Annotated[
@@ -85,6 +87,8 @@ def sweep(
     from . import cli
 
     cli._check_output(json, csv, plot)
+    if parquet is not None and parquet.suffix.lower() != ".parquet":
+        raise ValueError(f"--parquet {parquet}: expected a file name that ends in .parquet")
     given: dict[str, Any] = {
         "d": d, "M": M, "Br": Br, "Bc": Bc,
         "algorithms": algorithm, "devices": device, "rule": rule,
@@ -192,8 +196,9 @@ def roofline(
     ] = None,
     backward: Annotated[bool, typer.Option("--backward", help="Add the backward passes.")] = False,
     rule: Annotated[
-        str, typer.Option(help="Tiles: strict, paper, optimal or hardware.")
-    ] = "strict",
+        str | None,
+        typer.Option(help="Tiles: strict, paper, optimal or hardware.", show_default="strict"),
+    ] = None,
     tiles: Annotated[
         str | None,
         typer.Option(
@@ -215,19 +220,22 @@ def roofline(
 
     Closed forms over peak rates: the longest is a lower time, the sum one without any overlap.
     """
-    from . import cli, verify
+    from . import checks, cli, verify
     from .cost.devices import device as preset
     from .cost.report import roofline_report, timed
     from .cost.roofline import tile_cycles
 
     cli._check_output(json, csv, plot)
+    cli._check_rule(rule, tiles)
+    for name, size in (("N", N), ("heads", heads), ("batch", batch)):
+        checks.integer(name, size, 1)  # where nothing is done, nothing binds
     gpu = preset(device)
     gpu.flops_per_second(dtype)  # refuses a dtype without a rate
     given: dict[str, Any] = {
         "N": N, "d": d, "heads": heads, "batch": batch, "dtype": dtype, "is_causal": causal,
     }  # fmt: skip
     records = verify.io_records(
-        verify.variants(algorithm or [], backward), Nk=N, dv=d, rule=rule,
+        verify.variants(algorithm or [], backward), Nk=N, dv=d, rule=rule or "strict",
         tiles=cli._tiles(tiles), budget={"sram_bytes": gpu.sram_bytes_per_block}, device=gpu,
         backward=backward, **given,
     )  # fmt: skip
@@ -297,14 +305,16 @@ def waves(
         "N": N, "d": d, "heads": heads, "batch": batch, "dtype": dtype, "is_causal": causal,
         **_given_tiles(tiles),
     }  # fmt: skip
+    need = None
     if blocks is None:
-        blocks = cost.usual_blocks_per_sm(gpu, call("flash2", **problem))
+        asked = call("flash2", **problem)
+        blocks, need = cost.usual_blocks_per_sm(gpu, asked), asked.tile_bytes
     found = cost.usual(problem, gpu.key, blocks)
     if plot is not None:
         from .cost.plots import utilisation_and_schedules
 
         utilisation_and_schedules(plot, problem, gpu, blocks)
-    cli._finish(waves_report(found, gpu, blocks, problem), json, csv)
+    cli._finish(waves_report(found, gpu, blocks, problem, need), json, csv)
 
 
 def l2(
@@ -358,7 +368,6 @@ def l2(
     from . import cli
 
     cli._check_output(json, csv, plot)
-    from . import checks
     from .cost import cache as cost
     from .cost.blocks import call
     from .cost.devices import device as preset
@@ -373,15 +382,16 @@ def l2(
     if layout is not None:
         _, problem["block_mask"] = cli._layout(layout, (problem["Br"], problem["Bc"]), N, N)
     names = list(dict.fromkeys(algorithm or ["standard", "flash1", "flash2"]))
-    once = {name: call(name, **problem).compulsory_read_bytes for name in names}
+    asked = {name: call(name, **problem) for name in names}
+    once = {name: one.compulsory_read_bytes for name, one in asked.items()}
     runs = {name: (name, "forward") for name in names}
     turning = f"{names[-1]}, alternating"
     runs[turning], once[turning] = (names[-1], "alternating"), once[names[-1]]
     size = gpu.l2_bytes
     if l2_mb is not None:
-        size = round(checks.number("--l2-mb", l2_mb, "a positive number of MB") * 2**20)
+        size = round(2**20 * l2_mb) if 0 < l2_mb <= LARGEST_L2_MB else 0
         if size <= 0:
-            raise checks.bad("--l2-mb", l2_mb, "a positive number of MB")
+            raise ValueError(f"--l2-mb {l2_mb:g}: expected MB, from a byte to {LARGEST_L2_MB:g}")
     sizes = [size] if plot is None else cost.sizes_around(size)
     slots = None if blocks is None else blocks * gpu.sm_count
     found: dict[str, list[DramCost]] = {run: [] for run in runs}
@@ -402,7 +412,8 @@ def l2(
         dram_reads_over_l2(plot, title, size, sizes, reads, max(once.values()))
     what["l2_bytes"] = size
     own = {run: all_sizes[sizes.index(size)] for run, all_sizes in found.items()}
-    cli._finish(l2_report(own, once, gpu, what), json, csv)
+    needs = {name: one.tile_bytes for name, one in asked.items()} if blocks is None else {}
+    cli._finish(l2_report(own, once, gpu, what, needs), json, csv)
 
 
 def _given_tiles(text: str) -> dict[str, int]:
@@ -410,3 +421,64 @@ def _given_tiles(text: str) -> dict[str, int]:
 
     Br, Bc = cli._integers("tiles", text, "Br,Bc")
     return {"Br": Br, "Bc": Bc}
+
+
+def schedule(
+    N: Annotated[int, typer.Option("--N", "-N", help="Keys.")] = 8448,
+    d: Annotated[int, typer.Option("--d", "-d", help="Width of Q, K and V.")] = 128,
+    Br: Annotated[int, typer.Option("--Br", help="Queries of both warpgroups.")] = 128,
+    Bc: Annotated[int, typer.Option("--Bc", help="Keys of a tile.")] = 128,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="GPU whose peak rates give the cycles.")
+    ] = "h100",
+    fp8: Annotated[bool, typer.Option("--fp8", help="FP8 products, K and V of a byte.")] = False,
+    matmul: Annotated[
+        float | None, typer.Option(help="Cycles of both products of a tile.", show_default="device")
+    ] = None,
+    exp: Annotated[
+        float | None, typer.Option(help="Cycles of a tile's softmax.", show_default="device")
+    ] = None,
+    copy: Annotated[
+        float | None, typer.Option(help="Cycles to load K and V of a tile.", show_default="device")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(help="Cycles from an operation's end to who must see it elsewhere.")
+    ] = 100,
+    operations: Annotated[
+        bool, typer.Option("--operations", help="In JSON and CSV, every operation: the timeline.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON document instead of the table.")
+    ] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
+    ] = None,
+) -> None:
+    """FlashAttention-3's pipelines: what overlaps, and how busy that leaves the matrix units.
+
+    No specialisation, ping-pong between two warpgroups, the softmax under the next product, both.
+    """
+    from dataclasses import replace
+
+    from . import cli
+    from .checks import integer
+    from .cost.devices import device as preset
+    from .cost.schedule import PIPELINES, tile_times, timeline
+    from .cost.schedule_report import schedule_report, timelines
+
+    cli._check_output(json, csv, plot)
+    gpu = preset(device)
+    given = {"matmul": matmul, "exp": exp, "copy": copy}
+    times = replace(
+        tile_times(gpu, Br, Bc, d, fp8=fp8, wait=wait),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    tiles = -(-integer("N", N, 1) // Bc)
+    found = [timeline(name, times, tiles) for name in PIPELINES]
+    if plot is not None:
+        timelines(plot, found, gpu)
+    peak = gpu.fp8_flops_per_second if fp8 else gpu.half_flops_per_second
+    problem = {"N": N, "d": d, "Br": Br, "Bc": Bc, "dtype": "fp8" if fp8 else "float16"}
+    cli._finish(schedule_report(found, gpu, peak or 0.0, problem, operations), json, csv)

@@ -42,7 +42,7 @@ GROUP = (
     | {"dK_group": "dK", "dV_group": "dV"}
 )
 SERIES = ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7")
-MARKS = "osD^vP"
+MARKS = "osD^vPX*<>hp"
 
 
 def checked_path(path: Path) -> Path:

@@ -165,7 +165,7 @@ def seconds(t: float) -> str:
 
 def kb(size: float) -> str:
     """Bytes of SRAM in KB of 1024 bytes."""
-    return f"{size / 1024:.3g} KB"
+    return f"{size / 1024:.3g} KB" if size < 1e5 else f"{size / 1024:.0f} KB"
 
 
 def _scaled(x: float, units: tuple[tuple[float, str], ...]) -> str:

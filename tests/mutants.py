@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("flashsim", "kernels", "tests", "pyproject.toml")
+COPIED = ("flashsim", "kernels", "tests", "docs", "pyproject.toml")
 CORE = (
     "faults", "online_softmax", "masks", "memory", "dropout", "counts", "exact", "front_door",
     "relations", "backward", "block_sparse",
@@ -83,6 +83,51 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("l after dropout", "li[:] = alpha * li + Pij.sum(axis=1)\n            Oi[:] = alpha[:, None] * Oi + weigh(drop(Pij, i, j)", "Pij = drop(Pij, i, j)\n            li[:] = alpha * li + Pij.sum(axis=1)\n            Oi[:] = alpha[:, None] * Oi + weigh(Pij"),
         ("no dropout", "drop(Pij, i, j)", "Pij"),
         ("dropout bits by position in the tile", "drop(Pij, i, j)", "drop(Pij, slice(0, len(Qi)), slice(0, len(Kj)))"),
+    ],
+    ("algorithms/split_kv.py", "split_kv"): [
+        ("a part sees the keys of all", "mask=mask.among(keys)", "mask=mask"),
+        ("the parts are cut inside a tile", "-(-Nk // (Bc * splits)) * Bc", "-(-Nk // splits)"),
+        ("the tail of the keys is in no part", "-(-Nk // (Bc * splits)) * Bc", "max(1, Nk // (Bc * splits)) * Bc"),
+        ("one part merges too", "if splits == 1:", "if splits == 0:"),
+        ("O is not rescaled", "alpha[:, None] * Oi + beta", "Oi + beta"),
+        ("the part's O is not weighed", "+ beta[:, None] * Os", "+ Os"),
+        ("l is not rescaled", "alpha * li + beta", "li + beta"),
+        ("an empty part counts as one key", "alpha * li + beta", "alpha * li + np.exp(shift(Ls) - shift(m_new))"),
+        ("a part's weight is 2 to the power", "alpha, beta = exp(mi, m_new), exp(Ls, m_new)", "alpha, beta = np.exp2(mi - shift(m_new)), np.exp2(Ls - shift(m_new))"),
+        ("the mean of the parts", "beta = exp(mi, m_new), exp(Ls, m_new)", "beta = exp(mi, m_new), np.ones_like(Ls)"),
+        ("m is not carried on", "mi[:] = m_new", "pass"),
+        ("L is that of the parts' maximum", "L[i] = shift(mi) + log(li)", "L[i] = mi"),
+        ("the partial O is read twice", "m_new = np.maximum(mi, Ls)", "part(Op, mine)[0 : len(Os)]; m_new = np.maximum(mi, Ls)"),
+    ],
+    ("algorithms/paged.py", "paged"): [
+        ("the first page is everywhere", "paged(A, table, page, mask.Nk)", "paged(A, 0 * table, page, mask.Nk)"),
+        ("whole pages are read", "paged(A, table, page, mask.Nk)", "paged(A, table, page, len(table) * page)"),
+        ("pages in the order they lie in", "paged(A, table, page, mask.Nk)", "paged(A, table[table.argsort()], page, mask.Nk)"),
+    ],
+    ("problem.py::found_pages", "paged"): [
+        ("a page may be one past the last", "own >= pages", "own > pages"),
+        ("a negative page counts from the end", "(own < 0) | ", ""),
+        ("a page may come twice", "len(set(own.tolist())) < len(own)", "False"),
+        ("entries beyond the length are checked", "table[: -(-length // max(1, page))]", "table"),
+        ("a length may be too long by a page", "<= len(table) * page:", "<= (len(table) + 1) * page:"),
+    ],
+    ("problem.py", "varlen"): [
+        ("lengths may fall", "if b < a:", "if b < 0:"),
+        ("rows may be left over", "found[0] != 0 or found[-1] != rows", "found[0] != 0 or found[-1] > rows"),
+        ("the first row may be left out", "found[0] != 0 or ", ""),
+        ("keys are cut at the lengths of the queries", "zip(starmap(slice, pairwise(q)), starmap(slice, pairwise(k)), strict=True)", "zip(starmap(slice, pairwise(q)), starmap(slice, pairwise(q)), strict=True)"),
+        ("causal is aligned with the whole", "*band(rows.stop - rows.start, keys.stop - keys.start, **rules)", "*band(Nq, Nk, **rules)"),
+        ("all sequences have the dropout of the first", "return int(np.ravel_multi_index(at[:-1], self.lead[:-1])) if at[:-1] else 0", "return 0"),
+    ],
+    ("decode.py", "split_kv"): [
+        ("the last token is overwritten", "self._k[..., self.length : stop, :], self._v[..., self.length : stop, :] = k, v\n        self.length = stop", "self._k[..., self.length : stop, :], self._v[..., self.length : stop, :] = k, v\n        self.length = max(self.length, stop - 1)"),
+        ("a token sees only those before it", "is_causal=True, **how", "is_causal=True, window=(None, -1 + 1), causal_align='top-left', **how"),
+    ],
+    ("paging.py", "paged"): [
+        ("a partly filled page is shared", "if len(own) < len(table):", "own = table[:]\n        if False:"),
+        ("a shared page may be written", "own = table[: length // self.page]", "own = table[: -(-length // self.page)]"),
+        ("what is cleared stays in use", "[0].clear()", "[0].copy()"),
+        ("a new page each time", "-(-stop // self.page))", "len(table) + 1)"),
     ],
     ("algorithms/flash1.py::flash_attention_1", "faults exact"): [
         ("old and new factors are swapped", "old, new =", "new, old ="),
@@ -221,7 +266,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("a store is not counted", "self._wrote(where, view.size)", "self._wrote(where, 0)"),
         ("a load is counted twice", "reads.get(self.name, 0) + cost", "reads.get(self.name, 0) + 2 * cost"),
         ("the first tile is read for nothing", "reads.get(self.name, 0) + cost", "reads.get(self.name, -cost) + cost"),
-        ("an elided read is charged", "cost -= cost // len(view)", "cost -= 0"),
+        ("an elided read is charged", "cost -= int(np.count_nonzero(self.untouched[where]))", "pass"),
         ("a stored row stays free", "self.untouched[where] = False", "pass"),
         ("an elided fill is charged", "self._wrote(slice(0, len(self.data)), 0)", "self._wrote(slice(0, len(self.data)), self.data.size)"),
         ("a literal fill is free", "self._wrote(slice(0, len(self.data)), self.data.size)", "self._wrote(slice(0, len(self.data)), 0)"),
@@ -251,6 +296,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("memory.py::turns", "memory counts"): [
         ("what a turn made is not evicted", "machine._evict_to(mark)", "pass"),
+        ("where is ignored", "if where is not None and not where(rows):", "if False:"),
     ],
     ("cost/counts.py::flash2", "counts"): [
         ("Q is read once for each key tile", '"Q": head.Nq * head.d', '"Q": v.row_visits * head.d'),
@@ -262,7 +308,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("no exponentials of alpha", "exps=v.area + v.row_visits", "exps=v.area"),
         ("flops without P V", "2 * v.area * (head.d + head.dv)", "2 * v.area * head.d"),
         ("no extra memory", "extra_hbm_elements=head.Nq", "extra_hbm_elements=0"),
-        ("no peak where no tile is visited", "_peak(alone, *", "_peak(*"),
+        ("no peak where no tile is visited", "peak(alone, *", "peak(*"),
         ("accumulators without l and m", "r0 * (head.dv + 2)", "r0 * head.dv"),
         ("accumulators in bytes as stored", "accumulators * head.wide", "accumulators * head.stored"),
         ("L in bytes as stored", 'head.item_bytes("L")', "head.item_bytes() | {'L': head.stored}"),
@@ -288,7 +334,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("extra memory without P", "extra_hbm_elements=2 * scores", "extra_hbm_elements=scores"),
         ("no peak of the softmax", "steps.append(_statistics(head, Bs, head.Nk))", "pass"),
         ("no peak of l and m alone", "(*v.shapes, (r0, 0))", "v.shapes"),
-        ("no peak of a tile alone", "_peak(*alone, *steps)", "_peak(*steps)"),
+        ("no peak of a tile alone", "peak(*alone, *steps)", "peak(*steps)"),
     ],
     ("cost/counts.py", "counts masks"): [
         ("the peak without l and m", "born = r * head.dv + r * c + 2 * r\n", "born = r * head.dv + r * c\n"),
@@ -304,7 +350,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("heads add up their peaks", "max(self.sram_elements, other.sram_elements)", "self.sram_elements + other.sram_elements"),
         ("extra memory is that of one head", "extra_hbm_elements=n * self.extra_hbm_elements", "extra_hbm_elements=self.extra_hbm_elements"),
     ],
-    ("cost/counts.py::visits", "masks counts"): [
+    ("cost/visits.py::visits", "masks counts"): [
         ("a band ends one key early", "rows + mask.hi, 0", "rows + mask.hi - 1, 0"),
         ("a band begins one key late", "start + mask.lo, 0", "start + mask.lo + 1, 0"),
         ("a band may begin at its end", "some = first < stop", "some = first <= stop"),
@@ -322,18 +368,143 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("right tiles are not touched", "touched[right[at_right]] = True", "pass"),
         ("the last tile is never at the right", " | (at_right & (right == Tc - 1))", ""),
     ],
-    ("cost/tiles.py", "counts front_door"): [
-        ("the paper's tile is rounded down", "-(-M // (4 * d))", "max(1, M // (4 * d))"),
-        ("the paper's short side is d + 1", "min(long, d, length)", "min(long, d + 1, length)"),
+    ("cost/counts.py::_softmax", "needs"): [
+        ("a softmax always takes a tile", "_statistics(head, 1, head.Nk), ", ""),
+        ("a softmax always takes a row", ", _statistics(head, r, c)", ""),
+    ],
+    ("cost/counts.py::rabe_staats_tiles", "needs"): [
+        ("a tile is longer than its chunk", "r, c = clamped((r, c), *longest_chunk(head))", "pass"),
+    ],
+    ("cost/counts.py::local_tiles", "needs"): [
+        ("a tile is longer than its window", "*clamped((r, c), w, near)", "r, c"),
+    ],
+    ("cost/counts.py::flash3_tiles", "needs"): [
+        ("a whole tile follows a whole tile", "min(c, head.Nk - c)", "c"),
+    ],
+    ("cost/counts_backward.py::standard_backward_tiles", "needs"): [
+        ("a softmax's gradient always takes a tile", "_softmax_gradient(head, 1, head.Nk, 0), ", ""),
+        ("a softmax's gradient always takes a row", ", _softmax_gradient(head, r, c, r)", ""),
+    ],
+    ("checks.py::integers", "cost_arguments"): [
+        ("fractions are cut", 'found.dtype.kind not in "iu"', "False"),
+        ("integers below the least pass", "found.min() < at_least or ", ""),
+    ],
+    ("checks.py::amount", "cost_arguments"): [
+        ("less than nothing is an amount", "< 0", "< -1e9"),
+    ],
+    ("cost/tiles.py", "tiles counts front_door"): [
+        ("the paper's tile is rounded down", "-(-M // (4 * head.d))", "max(1, M // (4 * head.d))"),
+        ("the paper's short side is d + 1", "min(long, head.d, length)", "min(long, head.d + 1, length)"),
         ("tiles that fill the chip do not fit", "elements <= sram and", "elements < sram and"),
         ("tiles that fill the bytes do not fit", "size <= sram_bytes", "size < sram_bytes"),
         ("tiles one element too large fit", "elements <= sram and", "elements <= sram + 1 and"),
         ("bytes are not looked at", " and size <= sram_bytes", ""),
-        ("roles are not swapped for flash2", 'if row.outer == "Q"', 'if row.outer == "K"'),
+        ("roles are not swapped for flash2", "Br, Bc = (long, short) if row.outer", "Br, Bc = (short, long) if row.outer"),
         ("the strict rule is one short", "low, high = 1, at_most", "low, high = 1, max(1, at_most - 1)"),
-        ("the optimal short side is 1", "_largest(lambda n: fits(longest, n), N))", "1)"),
         ("the optimal long side is not evened out", "return -(-N // -(-N // n))", "return n"),
-        ("the optimal rule begins with square tiles", "fits(n, 1), N)", "fits(n, n), N)"),
+        ("the optimal rule begins with square tiles", "fits(n, 1), Nlong)", "fits(n, n), Nlong)"),
+        ("both lengths are taken for the longer", "(Nq, Nk) if row.outer", "(max(Nq, Nk),) * 2 if row.outer"),
+        ("the side beside the shortest is that beside the longest", "moved(high, beside(low)), -high", "moved(high, beside(high)), -high"),
+        ("the search ends with the first span", "if moved(low, beside(low)) == fewest:", "if low <= high:"),
+        ("the upper half of a span is dropped", "for part in (span(low, middle), span(middle + 1, high)):", "for part in (span(low, middle),):"),
+        ("a long side is evened out at any price", "long = even if moved(even, beside(even)) == fewest else low", "long = even"),
+        ("a short side is evened out at any price", " and moved(long, _even(Nshort, short)) == fewest", ""),
+        ("a hardware tile is a multiple of 8", '"hardware": 16', '"hardware": 8'),
+        ("lengths in steps are rounded down", "max(1, -(-N // step))", "max(1, N // step)"),
+    ],
+    ("cost/launches.py", "cache"): [
+        ("flash1 reads K for every row tile", 'Loop("K", reads("K", "V"), reads("Q", "O", "l", "m")', 'Loop("K", reads("V"), reads("Q", "K", "O", "l", "m")'),
+        ("flash2 writes no L", 'writes("O", "L")', 'writes("O")'),
+        ("standard's softmax writes as it reads", '(_dense("Q", (), reads("S")), _dense("Q", (), writes("P")))', '(_dense("Q", (), reads("S") + writes("P")),)'),
+        ("dQ is not read again", 'reads("Q", "dO", "dQ", "L", "D")', 'reads("Q", "dO", "L", "D")'),
+    ],
+    ("cost/blocks.py", "cache waves"): [
+        ("the band of a key tile is that of a query tile", "if by_query else (-mask.hi, -mask.lo)", "if by_query else (mask.lo, mask.hi)"),
+        ("a band ends one key early", "end + high, 0, N)", "end + high - 1, 0, N)"),
+        ("the last inner tile is not visited", "-(-stop // other)", "stop // other"),
+        ("a layout is not transposed for key tiles", 'self.keep if loop.outer == "Q" else self.keep.T', "self.keep"),
+        ("the middle tile of an odd head is paired with itself", "last > tile[:half]", "last >= tile[:half]"),
+        ("the shortest first", "np.argsort(-found.work", "np.argsort(found.work"),
+        ("compulsory are also arrays that are made here", "if not written", "if True"),
+        ("query heads do not share keys", "self.heads // self.head.group if", "self.heads if"),
+        ("a block of a cut tile takes less room", "run.needs(head, Br, Bc)[1]", "run.needs(head, grid.Br, grid.Bc)[1]"),
+    ],
+    ("cost/trace.py", "cache"): [
+        ("what is needed by nobody is loaded", "if starts and not (needed and first + inner == stop)", "if starts"),
+        ("what comes before is repeated", "starts, needed = inner == 0,", "starts, needed = True,"),
+        ("the layout is ignored", "by if layout else 0", "0"),
+        ("rows and columns of the layout are swapped", "keep[outer, b] if layout == 1", "keep[outer, b] if layout == 2"),
+        ("a scan backward skips the last tile", "b = stop - 1 - inner if", "b = stop - 2 - inner if"),
+        ("every scan is forward", "at[slot, 4] += 1", "pass"),
+        ("only the first of a pair", "if place + 1 < last and (whole or", "if place + 1 < last and (whole and"),
+        ("key heads are query heads", "made.head // group]", "made.head]"),
+        ("a slot is left empty", "now[0] if now[0] < len(head) else -1", "now[0] if now[0] + 1 < len(head) else -1"),
+        ("ragged tiles are whole", "sides[side] for side in SHAPES[name]", "(sides[side] * 0 + np.max(sides[side])) for side in SHAPES[name]"),
+    ],
+    ("cost/cache.py::_replay_lru", "cache"): [
+        ("first in, first out", "if next_[end] == x:", "if True:"),
+        ("the most recent makes room", "oldest = previous[end]", "oldest = next_[end]"),
+        ("a written tile is fetched", "if not write:\n                bytes_[FETCHED", "if True:\n                bytes_[FETCHED"),
+        ("a hit that writes leaves a tile clean", "if next_[end] == x:  # the most recent already\n                if write:", "if next_[end] == x:  # the most recent already\n                if False:"),
+        ("a full cache has no room for what fills it", "used + size > capacity", "used + size >= capacity"),
+        ("what went back is still dirty", "dirty[oldest] = False", "pass"),
+        ("a tile too large is kept", "if size > capacity:", "if False:"),
+        ("the bytes held are forgotten between pieces", "held[0] = used", "pass"),
+    ],
+    ("cost/cache.py::_replay_random", "cache"): [
+        ("the last in makes room", "np.int64(state >> np.uint64(33)) % n", "n - 1"),
+        ("what went is still here", "place[gone] = -1", "pass"),
+        ("a clean tile goes back", "if dirty[gone]:", "if True:"),
+    ],
+    ("cost/cache.py::dram_cost", "cache"): [
+        ("one block in flight", "gpu.sm_count * usual_blocks_per_sm(gpu, asked)", "1"),
+        ("launches do not share the L2", "cache.bytes - before, items", "cache.bytes, items"),
+        ("the scan is ignored", 'alternating=scan != "forward"', "alternating=False"),
+    ],
+    ("cost/waves.py", "waves"): [
+        ("the system takes no shared memory", "shared_bytes + taken)", "shared_bytes)"),
+        ("registers are not rounded up", "-(-registers * WARP // REGISTERS_OF_WARP) * REGISTERS_OF_WARP", "registers * WARP"),
+        ("every block starts at once", "order // slots * work[0]", "0 * order"),
+        ("the last slot to be free", "heapq.heapreplace(free, (at + length, s))", "free[0] = (at + length, s)"),
+        ("utilisation of the busy slots alone", "(self.slots * self.span)", "(min(self.slots, len(self.work)) * self.span)"),
+        ("the tail begins with the last block", "1 - done.min() / self.span", "1 - self.start.max() / self.span"),
+        ("parts overlap", "at + part) - np.maximum(first[:, None], at)", "at + part + 1) - np.maximum(first[:, None], at)"),
+    ],
+    ("cost/splits.py", "waves split_kv"): [
+        ("the fullest splits, however many", "0.85 * best", "best"),
+        ("splits that shorten nothing", "splits == 1 or -(-key_tiles // splits) <", "splits == 1 or -(-key_tiles // splits) <="),
+        ("splits where the GPU is nearly full", "0.8 * slots", "slots"),
+    ],
+    ("cost/bounds.py", "bounds"): [
+        ("a key that the diagonal reaches is not seen", "i + mask.hi + 1, 0", "i + mask.hi, 0"),
+        ("keys before the window are seen", "np.clip(i + mask.lo, 0", "np.clip(i + mask.lo - 1, 0"),
+        ("rows without keys are read", "(each > 0).sum()", "(each >= 0).sum()"),
+        ("padding is read", "seen[span] |= live[span]", "seen[span] = True"),
+        ("a layout keeps all blocks", "live = live & np.repeat", "live = live | np.repeat"),
+        ("shared heads are read once for each query head", "shared * keys", "query_heads * keys"),
+        ("the output need not be written", "(work.queries + work.keys) * (work.d + work.dv)", "work.queries * work.d + work.keys * (work.d + work.dv)"),
+        ("O is compulsory for the backward pass", "(2 * work.d + work.dv)", "(2 * work.d + 2 * work.dv)"),
+        ("the bound forgets what is on chip", "- M if math", "if math"),
+        ("the bound's constant is 1", "(M + 4 * d**2)", "(M + d**2)"),
+        ("the bound of dP takes the width of Q", "_products(work.scores, work.dv, M)", "_products(work.scores, work.d, M)"),
+        ("the small chip's order holds on a large one", "if work.d**2 > M else None", "if True else None"),
+        ("an approximation must compute every score", "(exact or not b.exact_only)", "True"),
+        ("the best bound is the smallest", "largest = max(values", "largest = min(values"),
+    ],
+    ("cost/roofline.py", "roofline"): [
+        ("all resources overlap", "return sum(self.seconds.values())", "return max(self.seconds.values())"),
+        ("the idlest resource binds", "return max(self.seconds, key", "return min(self.seconds, key"),
+        ("exponentials run at the matmul rate", "self.exps / self.gpu.exp_per_second", "self.exps / self.gpu.half_flops_per_second"),
+        ("P is read from shared memory", "_Mma(Br, d, Bc, in_tensor_memory=True),  # O", "_Mma(Br, d, Bc),  # O"),
+        ("dS is read from tensor memory for dQ", "_Mma(Br, d, Bc),  # dQ", "_Mma(Br, d, Bc, True),  # dQ"),
+        ("dS need not be written", "HALF * Br * Bc + 2", "2"),
+        ("dQ is passed on in 16 bits", "2 * WIDE * Br * d", "2 * HALF * Br * d"),
+        ("a right operand serves any number of rows", "-(-self.rows // SIDE) * self.inner", "self.inner"),
+        ("shared MMAs read as much", "* self.columns / ctas", "* self.columns"),
+    ],
+    ("cost/devices.py", "roofline devices"): [
+        ("bfloat16 came with 7.0", 'self.compute_capability.startswith("7.")', "False"),
+        ("float32 runs on the matrix units", '"float32": self.fp32_flops_per_second,', '"float32": self.half_flops_per_second,'),
     ],
     ("checks.py::clamped", "front_door counts"): [
         ("tiles are not clamped to Nk", "max(1, min(Bc, Nk))", "Bc"),
@@ -414,24 +585,297 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("a shared mask has the gradient of its last head", " and not self.d_shared", ""),
         ("a broadcast mask is not summed", "dS.sum(axis=spread, keepdims=True)", "dS[:1, :1]"),
     ],
-    ("cost/counts.py::flash1_backward", "backward"): [
+    ("cost/counts_backward.py::flash1_backward", "backward"): [
         ("O is read once as printed", "(v.rows_of_any if elide else rows) * dv", "v.rows_of_any * dv"),
         ("dK is not set to zero first", '"dK": (keys + (0 if elide else head.Nk)) * d', '"dK": keys * d'),
     ],
-    ("cost/counts.py::flash2_backward", "backward"): [
+    ("cost/counts_backward.py::flash2_backward", "backward"): [
         ("dO is read in the loop alone", "(head.Nq + rows) * dv", "rows * dv"),
         ("L is not read", '"L": rows', '"L": 0'),
     ],
-    ("cost/counts.py::two_kernel_backward", "backward"): [
+    ("cost/counts_backward.py::two_kernel_backward", "backward"): [
         ("V is read by the first loop alone", "(head.Nk + keys) * dv", "head.Nk * dv"),
         ("five products", "(4 * d + 3 * dv)", "(3 * d + 2 * dv)"),
     ],
-    ("cost/counts.py::standard_backward", "backward"): [
+    ("cost/counts_backward.py::standard_backward", "backward"): [
         ("dS is read once", '"dS": 2 * scores', '"dS": scores'),
     ],
-    ("cost/counts.py::_visits_of_layout", "block_sparse"): [
+    ("cost/visits.py::EveryTile", "masks counts"): [
+        ("a tile too few", "return -(-self.Nq // self.Br)", "return self.Nq // self.Br"),
+        ("rows are loaded once", "return self.Nq * -(-self.Nk // self.Bc)", "return self.Nq"),
+        ("keys are loaded once", "return self.turns * self.Nk", "return self.Nk"),
+        ("rows visit tiles where there are no keys", "return self.Nq if self.Nk else 0", "return self.Nq"),
+        ("the first key tile is whole", "(r, min(self.Bc, self.Nk))", "(r, self.Bc)"),
+        ("the first key tile comes again", "_kinds(max(0, self.Nk - self.Bc), self.Bc)", "_kinds(self.Nk, self.Bc)"),
+    ],
+    ("algorithms/square_tiles.py", "small_sram relations counts"): [
+        ("only the last column of Q and K counts", "Sij += Qic @ Kjc.T", "Sij[:] = Qic @ Kjc.T"),
+        ("scale is ignored", "Sij *= scale", "pass"),
+        ("l is not rescaled", "exp(mi, m_new) * li +", "li +"),
+        ("m is not carried on", "mi[:] = m_new", "pass"),
+        ("O is not divided by l", "over(Oic, li)", "Oic"),
+        ("a masked score takes from V", "Vjc, live)", "Vjc, lambda: np.ones_like(Sij, bool))"),
+        ("empty tiles are written", "turns(Bc, K, where=mask.row(i))", "turns(Bc, K)"),
+        ("empty columns of S are read", "column(V, c), where=mask.row(i))", "column(V, c))"),
+        ("S is read in broader strips", "tiles(1, row(S, i)", "tiles(2, row(S, i)"),
+        ("K is read twice", "Sij += Qic @ Kjc.T", "Sij += Qic @ K[j, _].T"),
+        ("O is not registered on chip", 'on_chip("Oic", np.zeros((len(li), c.stop - c.start), l.dtype))', "np.zeros((len(li), c.stop - c.start), l.dtype)"),
+        ("no dropout", "drop(exp(Sij, mi), i, j)", "exp(Sij, mi)"),
+    ],
+    ("algorithms/resident_scores.py", "small_sram relations counts"): [
+        ("only the last column of Q and K counts", "Sij += Qic @ Kjc.T", "Sij[:] = Qic @ Kjc.T"),
+        ("O forgets the l it was divided by", "old[:, None] * Oic", "exp(mi, m_new)[:, None] * Oic"),
+        ("O is not normalised", "Mij.keep), l_new)", "Mij.keep), np.ones_like(l_new))"),
+        ("l_new without the old l", "l_new = old + ", "l_new = 0 * old + "),
+        ("m is not carried on", "li[:], mi[:] = l_new, m_new", "li[:] = l_new"),
+        ("l after dropout", "l_new = old + Pij.sum(axis=1)\n            Pij = drop(Pij, i, j)", "Pij = drop(Pij, i, j)\n            l_new = old + Pij.sum(axis=1)"),
+        ("the initial O is not written", "O.fill(0)", "pass"),
+        ("empty tiles are visited", ", where=mask.row(i)", ""),
+        ("O is read twice", "for c, Oic, Vjc in tiles(1, row(O, i), row(V, j)):", "for c, Oic, Vjc in tiles(1, row(O, i), row(V, j)):\n                Oic = O[i, c]"),
+    ],
+    ("algorithms/standard_unfused.py", "standard_variants relations memory"): [
+        ("nothing is masked", "S[i, j] = mask.tile(i, j)(Sij)", "S[i, j] = Sij"),
+        ("bits are written twice", "Pdrop[i, j], Z[i, j] = drop.kept(Pij, Zij), Zij", "Pdrop[i, j], Z[i, j] = drop.kept(Pij, Zij), Zij; Z[i, j] = Zij"),
+        ("the bits are inverted", "drop.kept(Pij, Zij), Zij", "drop.kept(Pij, Zij), ~Zij"),
+        ("dP is not masked by the bits", "dP[i, j] = drop.kept(dPij, Zij)", "dP[i, j] = dPij"),
+        ("dV from the weights before dropout", "tiles(Br, dO, column(Pdrop, j))", "tiles(Br, dO, column(P, j))"),
+    ],
+    ("algorithms/local.py", "approximations"): [
+        ("the window before is not seen", "max(0, i.start - w)", "i.start"),
+        ("the window after is not seen", "min(i.stop + w, len(K))", "i.stop"),
+        ("one key too many after", "i.stop + w, len", "i.stop + w + 1, len"),
+        ("dropout by place in the window", "drop.part(i, j)", "drop"),
+        ("V is that of the queries", "part(V, j)", "part(V, i)"),
+    ],
+    ("algorithms/linformer.py", "approximations"): [
+        ("values are mixed by E", "project(F, V, Vp", "project(E, V, Vp"),
+        ("only the last keys are mixed in", "Xi += weigh", "Xi[:] = weigh"),
+        ("garbage behind padding leaks", "weigh(Eij, Xj, partial(np.not_equal, Eij, 0))", "Eij @ Xj"),
+    ],
+    ("masks.py::Mask.part", "approximations"): [
+        ("the band does not move with the columns", "self.hi + i.start - j.start", "self.hi + i.start"),
+        ("the band does not move with the rows", "self.lo + i.start - j.start", "self.lo - j.start"),
+        ("padding is that of the first keys", "self.keys[j]", "self.keys[: j.stop - j.start]"),
+        ("the array is that of the first rows", "part(self.array, *self.place(i, j))", "part(self.array, *self.place(slice(0, i.stop - i.start), j))"),
+    ],
+    ("dropout.py::Dropout.part", "approximations"): [
+        ("rows start at 0", "self.row + i.start", "self.row"),
+        ("columns start at 0", "self.column + j.start", "self.column"),
+    ],
+    ("problem.py::means", "approximations"): [
+        ("sums instead of means", "1 / len(run)", "1"),
+        ("padded keys are mixed in", "np.flatnonzero(real)", "np.arange(len(real))"),
+    ],
+    ("problem.py", "approximations"): [
+        ("mixed keys of no real key count", "real = (mixing[0] != 0).any(axis=-1)", "real = None"),
+        ("local attention sees one window", "- place) <= 1", "- place) <= 0"),
+        ("given projections mix padded keys in", "np.where(real[..., None, :], x, dtype.type(0))", "np.where(real[..., None, :] | True, x, dtype.type(0))"),
+    ],
+    ("reference.py::_Rows", "approximations"): [
+        ("mixing is wrong by far more than it is", "np.sqrt(mixed) * sizes[1]", "np.sqrt(mixed) * 999 * sizes[1]"),
+        ("values are mixed by E", "E @ self.K, F @ self.V", "E @ self.K, E @ self.V"),
+    ],
+    ("cost/counts.py::square_tiles", "small_sram counts"): [
+        ("S is read once", '"S": Td * alone.area', '"S": alone.area'),
+        ("S is written whole", '"S": v.area, "O"', '"S": head.Nq * head.Nk, "O"'),
+        ("V is read with the tiles of K", '"V": alone.key_visits', '"V": v.key_visits'),
+        ("exponentials of one reading", "Td * alone.area,\n        **peak", "alone.area,\n        **peak"),
+        ("no peak of O", "_held(head, 0, r0 * (broad + 2)),", ""),
+    ],
+    ("cost/counts.py::square_tiles_need", "small_sram counts"): [
+        ("without the mask", "(elements + mask, size + mask_bytes(head, mask))", "(elements, size)"),
+        ("without the tile of O", "_held(head, broad, r * (broad + 3)),", ""),
+    ],
+    ("cost/counts.py::resident_scores", "small_sram counts"): [
+        ("the first pass is not elided", "(v.rows_of_any if elide else 0)", "0"),
+        ("O is written once", "v.row_visits + (0 if elide else head.Nq)", "head.Nq"),
+        ("no peak of l and m alone", "_held(head, 0, 2 * v.tallest),", ""),
+    ],
+    ("cost/counts.py::standard_unfused", "standard_variants counts"): [
+        ("the mask kernel reads nothing", 'unmasked.reads["S"] + scores', 'unmasked.reads["S"]'),
+        ("bits take four bytes", '{"Z": 1}', '{"Z": 4}'),
+        ("the array mask is not read", ", **mask_reads(head, v)", ""),
+    ],
+    ("cost/counts.py::local", "approximations"): [
+        ("the whole S is kept", "min(3 * w, head.Nk)", "head.Nk"),
+        ("Bs is not cut to the window", "min(Bs, rows)", "Bs"),
+    ],
+    ("cost/counts.py::linformer", "approximations"): [
+        ("K is read once", '"K": Tk * N * d', '"K": N * d'),
+        ("F is not read", '"F": k * N', '"F": 0'),
+        ("mixing takes no FLOPs", " + 2 * k * N * (d + dv)", ""),
+        ("no peak of the mixing", "*(_mixing(head, r, c) for r, c in (*mixing.shapes, (i0, 0))),", ""),
+        ("mixed keys in bytes as stored", '"P", "Kp", "Vp"', '"P"'),
+    ],
+    ("cost/counts_backward.py::standard_unfused_backward", "standard_variants backward"): [
+        ("P is read for dV as well", '{"P": fused.reads["P"] - scores}', '{"P": fused.reads["P"]}'),
+        ("the bits are not read", '"Z": scores}', '"Z": 0}'),
+        ("no peak of the dropout kernel", "*(_dropping(head, r, c) for r, c in shapes)", ""),
+    ],
+    ("cost/approximations.py", "approximations"): [
+        ("scores in float32", 'dict.fromkeys(IN_HALF, 2)', 'dict.fromkeys(IN_HALF, 4)'),
+    ],
+    ("cost/small_sram.py", "small_sram"): [
+        ("the winner moves the most", "return min(fitting", "return max(fitting"),
+        ("the crossover is one step late", "return (n + 1) / STEPS", "return (n + 2) / STEPS"),
+    ],
+    ("cost/visits.py::_visits_of_layout", "block_sparse"): [
         ("the layout is transposed", "layout.keep[top", "layout.keep.T[top"),
         ("padding does not empty a block", "cell = live & ", "cell = "),
+    ],
+    ("cost/grid.py", "grid"): [
+        ("given tiles are longer than N", "Br, Bc = clamped(tiles, head.Nq, head.Nk)", "Br, Bc = tiles"),
+        ("keys are in one part whatever N is", "splits=parts_of_keys(None, 1, length, length, width)", "splits=1"),
+        ("accumulators are wide in no dtype", "stored.itemsize, widened(stored).itemsize", "stored.itemsize, stored.itemsize"),
+        ("published kernels count as printed", 'convention == "elided"', "False"),
+        ("the budget in bytes is not looked at", " and cost.sram_bytes <= chip.sram_bytes", ""),
+        ("the budget in elements is not looked at", "cost.sram_elements <= chip.sram and ", ""),
+        ("the bound is that of the budget where more is on chip", "room if fits else max(room, cost.sram_elements)", "room"),
+        ("the bound of the forward pass", "best(work, room, backward=backward)", "best(work, room)"),
+        ("every GPU is as fast as the first", "_seconds(cost, gpu, dtype)", "_seconds(cost, gpus[0], dtype)"),
+        ("a range without its end", "while x <= last", "while x < last"),
+    ],
+    ("papers/row.py", "papers"): [
+        ("a row holds whatever comes out", "return self.verdict == self.expected", "return True"),
+        ("a verdict is that of the best number", "max(self.verdicts", "min(self.verdicts"),
+        ("one digit fewer counts as rounding", ".quantize(published)", ".quantize(published.scaleb(1))"),
+        ("a band is open upwards", "band[0] <= recomputed / float(published) <= band[1]", "band[0] <= recomputed / float(published)"),
+        ("a range has no lower end", "low <= x <= high", "x <= high"),
+    ],
+    ("papers/fa1_tables.py", "papers"): [
+        ("crossings in both directions", "if gap >= 0 > gap_after", "if (gap >= 0) != (gap_after >= 0)"),
+        ("crossings by linear interpolation", "N * (after / N) ** (gap / (gap - gap_after))", "N + (after - N) * (gap / (gap - gap_after))"),
+    ],
+    ("papers/fa3.py", "papers"): [
+        ("P of the baseline is not rounded to e4m3", "rounded(_half_softmax(S)) @ V", "_half_softmax(S) @ V"),
+    ],
+    ("algorithms/flash3.py::flash_attention_3", "flash3"): [
+        ("P V of the last tile is dropped", "        if before is not None:\n            Oi += times_V(drop(Pij, i, before), load(V, before))  # P V of the last tile\n", ""),
+        ("the pipeline rescales before P V is added", "            Oi *= alpha[:, None]  # P V is there: rescale\n            before, mi[:] = j, m_new", "            before, mi[:] = j, m_new"),
+        ("V is that of the tile after", "Oi += times_V(drop(Pij, i, before), load(V, before))\n            m_new", "Oi += times_V(drop(Pij, i, j), load(V, j))\n            m_new"),
+        ("dropout is that of the tile after", "times_V(drop(Pij, i, before), load(V, before))\n            m_new", "times_V(drop(Pij, i, slice(before.start + 1, before.stop + 1)), load(V, before))\n            m_new"),
+        ("P is not registered", 'on_chip("Pij", exp(Sij, m_new))', "exp(Sij, m_new)"),
+    ],
+    ("algorithms/flash3.py::times_V", "flash3"): [
+        ("a masked weight takes NaN from V", "weigh(P, V, lambda: (P != 0) | ~np.signbit(P))", "P @ V"),
+    ],
+    ("algorithms/flash3.py::flash_attention_3_fp8", "flash3"): [
+        ("P is not rounded to e4m3", "Pij[:] = rounded(Pij)", "pass"),
+        ("l adds up rounded weights", "li[:] = alpha * li + Pij.sum(axis=1)", "li[:] = alpha * li + rounded(Pij).sum(axis=1)"),
+        ("the scale of V is left out", "Vj * vs[j, None]", "Vj"),
+        ("the scale of K is that of the first rows", "* ks[j]", "* ks[: len(Kj)]"),
+    ],
+    ("problem.py::Problem._quantised", "flash3"): [
+        ("the rotation is of K alone", "for X in (Q @ R, K @ R)", "for X in (Q, K @ R)"),
+        ("nothing is rotated", "if self.incoherent:", "if False:"),
+    ],
+    ("fp8.py::quantised", "flash3"): [
+        ("a block scale is half of what it should be", "x.dtype.type(LARGEST)", "x.dtype.type(2 * LARGEST)"),
+        ("one scale for all rows", "range(0, N, rows)]", "range(0, N, rows)]\n    scales = [max(scales, default=0)] * len(scales)"),
+        ("NaN decides over a scale", "np.where(np.isfinite(x), np.abs(x), 0)", "np.abs(x)"),
+    ],
+    ("fp8.py::rotation", "flash3"): [
+        ("no random signs", "choice([-1.0, 1.0], width)", "choice([1.0, 1.0], width)"),
+    ],
+    ("cost/counts.py::flash3", "flash3 counts"): [
+        ("the epilogue's V is not counted", "fullest(alone, *first, *later, *last)", "fullest(alone, *first, *later)"),
+        ("P of the tile before is not counted", "_softmax_stage(head, r, c, c0, r * c0)", "_softmax_stage(head, r, c, c0, 0)"),
+    ],
+    ("cost/counts.py::flash3_fp8", "flash3"): [
+        ("O is of one byte too", '| {"O": head.stored}', '| {"O": 1}'),
+    ],
+    ("papers/fa4.py", "papers"): [
+        ("two different rescalings are one", "lazily_rescaled(q, k, v, tile, 0)", "lazily_rescaled(q, k, v, tile, threshold)"),
+    ],
+    ("algorithms/flash4.py::flash_attention_4", "flash4"): [
+        ("a threshold in powers of e", "threshold * math.log(2)", "threshold"),
+        ("l is not rescaled when m moves", "alpha * li + Pij.sum", "li + Pij.sum"),
+        ("m moves without a rescaling", "np.where(grows, m_tile, mi)", "np.maximum(mi, m_tile)"),
+        ("the first tile counts as a rescaling", "grows & (mi > -np.inf)", "grows"),
+        ("the tally is not of one row", "R[i] += grows", "R[i] += grows.any()"),
+    ],
+    ("algorithms/flash4.py::partly_emulated", "flash4"): [
+        ("every exponential is emulated", "some = emulated(j, share)", "some = emulated(j, 1.0)"),
+        ("powers of e are taken for powers of two", " * S.dtype.type(math.log2(math.e))", ""),
+        ("the polynomial is never used", "P[:, some] = exp2(powers, degree)", "pass"),
+    ],
+    ("exp2.py", "flash4"): [
+        ("a coefficient in the sixth digit", "0.69514614", "0.69515614"),
+        ("an integer part towards zero", "np.floor(known)", "np.trunc(known)"),
+        ("the columns start anew in every tile", "np.arange(columns.start, columns.stop)", "np.arange(columns.stop - columns.start)"),
+    ],
+    ("algorithms/rabe_staats.py::combine", "rabe_staats"): [
+        ("a chunk is not scaled to the largest m", "Or += factor[:, None] * Op", "Or += Op"),
+        ("l of a chunk is not scaled", "lr += factor * lp", "lr += lp"),
+    ],
+    ("algorithms/rabe_staats.py::summarize_chunk", "rabe_staats"): [
+        ("dropout counts from the chunk", "drop(Prc, moved(r, i), moved(c, j))", "drop(Prc, r, c)"),
+        ("the mask counts from the chunk", "mask.tile(moved(r, i), moved(c, j))", "mask.tile(r, c)"),
+    ],
+    ("cost/counts.py::rabe_staats", "rabe_staats"): [
+        ("each m is read once", '"mc": 2 * states', '"mc": states'),
+    ],
+    ("cost/counts.py::Head.key_chunk", "rabe_staats"): [
+        ("a chunk of keys is one short", "math.isqrt(max(0, self.Nk - 1)) + 1", "max(1, math.isqrt(self.Nk))"),
+    ],
+    ("cost/schedule.py::timeline", "schedule"): [
+        ("a softmax does not wait for S", "softmax, end + wait)", "softmax, end)"),
+        ("a warpgroup asks for S during its softmax", "max(K[tile], P[w], turn)", "max(K[tile], turn)"),
+        ("ping-pong takes no turns", "turn = end + wait", "pass"),
+        ("a place is free before it is read", "O[before] + wait\n        K[tile]", "0.0\n        K[tile]"),
+        ("without specialisation two places", "(STAGES if chosen.specialised else 1)", "STAGES"),
+        ("V is used before it is there", "max(V[tile], P[w] + wait, turn)", "max(P[w] + wait, turn)"),
+    ],
+    ("papers/others.py", "papers"): [
+        ("safe softmax in two passes", "m = max(m, xj.max())", "m = 0.0; x.machine.traffic.reads['x'] -= xj.size"),
+    ],
+    ("turns.py::rises_most", "viewer"): [
+        ("any new maximum is a rise", "m_new > m_old", "m_new >= m_old"),
+        ("of several rows the last is followed", "(-rises[row], row)", "(-rises[row], -row)"),
+    ],
+    ("turns.py::scopes", "viewer"): [
+        ("a loop's tiles outlive it", "loop[0] < indent", "loop[0] <= indent"),
+    ],
+    ("turns.py::_cells", "viewer"): [
+        ("m_old is m_new", 'yield Cell("m_old", step, "mi")', 'yield Cell("m_old", step, name)'),
+        ("a loaded state is the turn's", "(header and name not in FINAL_WHEN_LOADED)", "False"),
+    ],
+    ("page_data.py::_event", "viewer"): [
+        ("every read is of whole sides", "part.indices(length)[:2]", "(0, length)"),
+    ],
+    ("page_data.py::_place", "viewer"): [
+        ("rows count from the tile", "side.start if", "0 if"),
+    ],
+    ("page_data.py::_twins", "viewer"): [
+        ("a run is compared with another turn", "*(x.start for x in tiles.values())", "*()"),
+    ],
+    ("page_data.py::_close", "viewer"): [
+        ("nothing is wrong", "CLOSE", "1e9"),
+    ],
+    ("page_data.py::_Arrays.__call__", "viewer"): [
+        ("arrays of equal bytes are one", "(x.shape, kept.tobytes())", "(x.shape[:1], kept.tobytes())"),
+    ],
+    ("viewer.py::View.html", "viewer"): [
+        ("a title is HTML", "html.escape(self.title)", "self.title"),
+        ("a page may have any number of steps", "len(self.recording) > MOST_STEPS", "False"),
+    ],
+    ("viewer.py::_needed", "viewer"): [
+        ("the chip is that of the forward pass", "if not backward:", "if True:"),
+    ],
+    ("viewer.py::_standard", "viewer"): [
+        ("a backward pass is held against a forward one", "return out.traffic_backward", "return out.traffic"),
+    ],
+    ("failures.py::show", "failures"): [
+        ("NaN is no error", "np.where(np.isnan(error), np.inf, error)", "np.nan_to_num(error)"),
+    ],
+    ("failures.py::faulty", "failures"): [
+        ("the lines have other numbers", "module.replace(text,", "text.replace(text,"),
+    ],
+    ("record.py::record_backward", "record"): [
+        ("the tiles are ignored", "run.result = out.backward(do, tiles)", "run.result = out.backward(do)"),
+    ],
+    ("memory.py::_text", "viewer"): [
+        ("a part counts from its own first row", "side.start + p.start", "p.start"),
     ],
 }  # fmt: skip
 

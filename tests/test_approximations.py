@@ -403,9 +403,7 @@ def test_the_page_shows_what_the_command_prints(monkeypatch, capsys):
 def test_published_times_are_held_against_models_of_their_own_gpu_alone():
     for name, shown in (("a100-40", True), ("a100", True), ("t4", False), ("h200", False)):
         gpu = device(name)
-        report = approximations_report(
-            gpu, approximations.points(gpu), {}, [], papers.tables()
-        )
+        report = approximations_report(gpu, approximations.points(gpu), {}, [], papers.tables())
         said = [line for line in report.remarks if "the published FlashAttention takes" in line]
         assert bool(said) == shown
 

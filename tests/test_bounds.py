@@ -213,7 +213,7 @@ def test_an_approximation_is_held_against_the_compulsory_traffic_alone():
     st.integers(1, 500), st.integers(1, 64), st.integers(1, 100), st.integers(1, 99),
 )  # fmt: skip
 def test_no_approximation_moves_less_than_the_compulsory_traffic(name, N, d, B, coarse):
-    what = {ALGORITHMS[name].requires: coarse}
+    what = {ALGORITHMS[name].requires: min(coarse, N)}
     cost = fs.io_cost(name, N=N, d=d, Br=B, Bc=B, **what)
     least, bound = best(dense(N, d), cost.sram_elements, exact=False)
     assert bound is COMPULSORY

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from collections import Counter, OrderedDict
@@ -251,7 +252,7 @@ def test_random_replacement_hits_a_cyclic_scan_as_often_as_the_mean_field_says(r
     """An object survives a round of n (1 - h) misses with (1 - 1/c)^misses: h = exp(-r (1 - h))."""
     c = 4000
     n = round(ratio * c)
-    cache = Cache(np.ones(n), c, "random")
+    cache = Cache(np.ones(n, int), c, "random")
     once = 2 * np.arange(n)
     for _ in range(20):
         cache.replay(once)
@@ -271,7 +272,7 @@ def test_scanning_back_saves_exactly_what_the_cache_holds(n, c):
     there = 2 * np.arange(n)
     fetched = []
     for second in (there, there[::-1]):
-        cache = Cache(np.ones(n), c)
+        cache = Cache(np.ones(n, int), c)
         for scan in range(10):
             cache.replay(second if scan % 2 else there)
         fetched.append(int(cache.bytes[FETCHED, 0]))
@@ -461,6 +462,25 @@ def test_l2_of_a_layout_reads_less():
     first, _ = json.loads(invoke(*sparse).stdout)["records"]
     dense, _ = json.loads(invoke(*SMALL, "-a", "flash1", "--json").stdout)["records"]
     assert first["sm_read_bytes"] < dense["sm_read_bytes"] / 2
+
+
+def test_how_often_reads_exceed_the_inputs_has_one_format():
+    lines = invoke(*SMALL, "--l2-mb", "0.001").stdout.splitlines()
+    start = next(line for line in lines if "/ once" in line).index("/ once")
+    rows = [line for line in lines if line.startswith((" standard", " flash"))]
+    cells = [line[start - 2 : start + 6].strip() for line in rows]
+    assert len(cells) == 4
+    assert all(re.fullmatch(r"\d+\.\d\d", cell) for cell in cells), cells
+    assert any(float(cell) >= 10 for cell in cells)
+
+
+def test_key_tiles_of_16_rows_leave_room_for_a_second_block():
+    """So K and V are read in 9 sweeps instead of 17; with as many blocks as often as others."""
+    sizes = {"N": 131072, "d": 128, "heads": 2, "Br": 128, "Bc": 16, "dtype": "float16"}
+    own, one_a_sm = dram_cost("flash2", **sizes), dram_cost("flash2", **sizes, slots=132)
+    kv, q = 2 * 131072 * 128 * 2, 2 * 131072 * 128 * 2
+    assert own.read_bytes == 9 * kv + q
+    assert one_a_sm.read_bytes == 17 * kv + q
 
 
 def test_l2_draws(tmp_path):

@@ -625,6 +625,12 @@ BAD_ARGUMENTS = {
     "two budgets": (["run", "--sram", "900", "--sram-kb", "3"], "--sram-kb 3"),
     "no SRAM": (["run", "--sram-kb", "0"], "--sram-kb 0"),
     "NaN SRAM": (["io", "--sram-kb", "nan"], "--sram-kb nan"),
+    "endless SRAM": (["io", "--sram-kb", "1e306"], "--sram-kb 1e+306"),
+    "endless SRAM of a run": ([*SMALL, "--sram-kb", "1e306"], "--sram-kb 1e+306"),
+    "endless L2": (["l2", "-N", "64", "--l2-mb", "1e30"], "--l2-mb 1e+30"),
+    "L2 beyond all floats": (["l2", "-N", "64", "--l2-mb", "1e308"], "--l2-mb 1e+308"),
+    "NaN L2": (["l2", "-N", "64", "--l2-mb", "nan"], "--l2-mb nan"),
+    "L2 below a byte": (["l2", "-N", "64", "--l2-mb", "1e-9"], "--l2-mb 1e-09"),
     "window": (["run", "--window", "-1,2"], "--window -1,2"),
     "alignment": (["run", "--causal-align", "left"], "causal_align='left'"),
     "scale": (["run", "--scale", "nan"], "scale=nan"),
@@ -641,6 +647,21 @@ BAD_ARGUMENTS = {
     "heads": (["io", "--heads", "-1"], "heads=-1"),
     "rule": (["io", "--rule", "thumb"], "rule='thumb'"),
     "rule and tiles": (["io", "--rule", "paper", "--tiles", "8,8"], "--rule paper"),
+    "rule and tiles of a roofline": (
+        ["roofline", "--rule", "paper", "--tiles", "8,8"], "--rule paper"
+    ),
+    "rule and tiles of a grid": (
+        ["sweep", "-N", "64", "--rule", "paper", "--Br", "4", "--Bc", "4"], "rule='paper'"
+    ),
+    "roofline of no length": (["roofline", "-N", "0"], "N=0"),
+    "roofline of no heads": (["roofline", "--heads", "0"], "heads=0"),
+    "roofline of no items": (["roofline", "--batch", "0"], "batch=0"),
+    "more mixed keys than keys": (
+        ["io", "-N", "64", "-a", "linformer", "--projection", "65"], "projection=65"
+    ),
+    "parquet suffix": (["sweep", "-N", "64", "--parquet", "a.csv"], "--parquet a.csv"),
+    "grid of an approximation": (["sweep", "-N", "64", "-a", "local"], "standard, flash1, flash2"),
+    "no row": (["paper", ""], "row=''"),
     "no layout": (["run", "-a", "block_sparse"], "--layout"),
     "unknown layout": ([*SMALL, "--layout", "waffle"], "layout='waffle'"),
     "layout's number": ([*SMALL, "--layout", "strided:x"], "strided[:STRIDE]"),
@@ -774,6 +795,15 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 def test_the_process_exits_with_2_and_one_line(arguments: list[str]) -> None:
     result = subprocess_run(*arguments)
     assert_one_line(result.stdout, result.stderr, result.returncode)
+
+
+def test_a_folder_that_matplotlib_cannot_write_adds_no_lines(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = subprocess_run(
+        *SMALL, "--plot", str(tmp_path / "nowhere" / "a.png"),
+        MPLCONFIGDIR=str(tmp_path / "file" / "none"),
+    )  # fmt: skip
+    assert_one_line(result.stdout, result.stderr, result.returncode, "nowhere")
 
 
 # start

@@ -26,7 +26,7 @@ example = _loaded()
 TEXT = example.TEXT.read_text(encoding="utf-8")[:3000]
 # Several tiles in every pass of a flash algorithm; dropout strong enough that a wrong bit shows.
 SMALL = example.Config(context=24, width=16, batch=1, dropout=0.2, sram=1200, rate=1e-2)
-TINY = replace(SMALL, context=6, width=4, layers=2, sram=75, dtype="float64")
+TINY = replace(SMALL, context=6, width=4, layers=2, sram=55, dtype="float64")
 
 
 @cache

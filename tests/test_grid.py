@@ -277,6 +277,32 @@ def test_parquet_holds_every_point(tmp_path: Path) -> None:
     assert pyarrow.parquet.read_table(path).to_pylist() == points.records()
 
 
+@pytest.mark.skipif(find_spec("pyarrow") is None, reason="pyarrow is an optional dependency")
+def test_what_parquet_cannot_hold_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "grid.parquet"
+    result = invoke("--N", 10**19, "--parquet", file)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "flashsim: error: N=10000000000000000000: expected integers below 2^63, "
+        "which Parquet holds\n"
+    )
+    assert "read_elements=" in invoke("--N", 2**40, "--parquet", file).stderr
+    assert not file.exists()
+
+
+def test_the_title_says_what_the_other_side_of_the_tiles_is(tmp_path: Path) -> None:
+    file = tmp_path / "grid.svg"
+    asked = ["--N", 64, "-a", "flash2", "--Br", "8,16", "-M", 8300, "--plot", file]
+    fixed = "flash2, N = 64, d = 64, M = 8300"
+    for Bc, said in (
+        ("8", "Bc = 8"),
+        ("8,16", "Bc = 16"),
+        ("8,48", "Bc the best at each Br: 8 to 48"),
+    ):
+        assert invoke(*asked, "--Bc", Bc).exit_code == 0
+        assert f"<!-- {fixed}, {said} -->" in file.read_text()
+
+
 def test_without_pyarrow_parquet_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 from typer.testing import CliRunner
 
 import flashsim as fs
@@ -248,6 +249,22 @@ def test_the_command_draws_a_roofline(tmp_path):
     for name in ("roofline.png", "roofline.svg"):
         assert invoke("--backward", "--plot", tmp_path / name).exit_code == 0
         assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_no_two_algorithms_share_a_mark(tmp_path, monkeypatch):
+    drawn = {}
+
+    def plot(axes, x, *rest, **style):
+        if "marker" in style:
+            name = style["label"].removesuffix(", backward")
+            drawn.setdefault(style["marker"], set()).add(name)
+        return own(axes, x, *rest, **style)
+
+    own = Axes.plot
+    monkeypatch.setattr(Axes, "plot", plot)
+    assert invoke("--backward", "--plot", tmp_path / "roofline.svg").exit_code == 0
+    assert all(len(names) == 1 for names in drawn.values()), drawn
+    assert {"flash1:literal"} in drawn.values()
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -90,6 +90,17 @@ def test_for_large_n_and_m_traffic_is_that_many_n_n_d_over_the_root_of_m(name, e
     assert needed(name, N, d, Br, Bc) <= M
 
 
+def test_where_nothing_fits_nothing_wins():
+    """d = 4: d^2 / 8 is two elements, and the least that any strategy needs is five."""
+    assert small_sram.winner(small_sram.compare(1, 4, [1 / 8])[0]) is None
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(
+        cli.app, ["small-sram", "--N", "1", "--d", "4"]
+    )
+    assert result.exit_code == 0, result.output
+    (line,) = (x for x in result.stdout.splitlines() if x.startswith(" 0.125"))
+    assert line.split() == ["0.125", "2", *["does", "not", "fit"] * 3, "-"]
+
+
 def test_the_scores_are_written_once_or_not_at_all():
     N, d = 40, 12
     q, k, v = normal(N, d)

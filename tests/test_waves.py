@@ -247,6 +247,26 @@ def test_waves_writes_json_and_csv():
     assert [row["launch"] for row in rows] == list(shown)
 
 
+@pytest.mark.parametrize("command", ["waves", "l2"])
+def test_tiles_that_fit_in_no_sm_are_said_to(command):
+    arguments = [command, "-N", "512", "-d", "64", "--heads", "1", "--device", "a100", "--tiles"]
+    text = "do not fit in its 163 KB of shared memory: "
+    large = " ".join(invoke(*arguments, "512,512").stdout.split())
+    assert text in large
+    assert "flash2, 1348 KB" in large
+    assert "do not fit" not in invoke(*arguments, "64,64").stdout
+    assert "do not fit" not in invoke(*arguments, "512,512", "--blocks", "1").stdout
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_picture_is_of_the_mask_that_was_asked_for(causal, tmp_path):
+    file = tmp_path / "waves.svg"
+    assert invoke("waves", "-N", "512", *["--causal"] * causal, "--plot", file).exit_code == 0
+    titles = file.read_text()
+    assert ("<!-- not causal -->" in titles) == (not causal)
+    assert ("<!-- causal, blocks as they come -->" in titles) == causal
+
+
 def test_waves_draws(tmp_path):
     file = tmp_path / "waves.png"
     assert invoke("waves", "-N", "512", "--plot", file).exit_code == 0

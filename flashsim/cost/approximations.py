@@ -1,8 +1,9 @@
 """Approximations beside exact attention: operations, bytes, time, and the error that they make.
 
 Local attention and Linformer need O(N) operations where attention needs O(N^2). Both are run here
-as public code runs them, out of the steps of standard attention: their scores, N x 3w or N x k, go
-through HBM. So at short lengths FlashAttention, with more operations and fewer bytes, is faster.
+as public code runs them, out of the steps of standard attention: their scores, N x 3w (less 2 w^2
+at the ends) or N x k, go through HBM. So at short lengths FlashAttention, with more operations and
+fewer bytes, is faster.
 
 Time is that of `Roofline`, of peak rates; the setting that of Tables 9 to 20 of Dao et al. 2022
 (arXiv:2205.14135). Scores, weights and mixed keys are taken as float16, as a framework keeps them.
@@ -20,11 +21,12 @@ import numpy as np
 
 from ..algorithms import ALGORITHMS
 from ..attention import attention
+from ..checks import integer
 from ..reference import exact
 from ..sample import load_sample
 from ..verify import relative_error
 from .counts import Cost
-from .devices import Device
+from .devices import Device, checked
 from .io import expected_cost, io_cost
 from .roofline import Roofline
 
@@ -51,6 +53,8 @@ class Method:
         """The closed form."""
         Br, Bc = self.tiles or (N, N)
         what: dict[str, Any] = {**dict(self.coarse), **size}
+        if "projection" in what:
+            what["projection"] = min(what["projection"], N)  # no more are mixed than there are
         return io_cost(self.algorithm, N=N, Br=Br, Bc=Bc, convention=self.convention, **what)
 
 
@@ -82,7 +86,8 @@ class Point:
 
 def points(gpu: Device, lengths: Sequence[int] = LENGTHS) -> list[Point]:
     """Every method at every length."""
-    found = []
+    lengths, found = [integer("lengths", N, 1) for N in lengths], []
+    checked(gpu)
     for name, method in METHODS.items():
         for N in lengths:
             cost = method.cost(N, **PUBLISHED)

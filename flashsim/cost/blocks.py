@@ -6,6 +6,7 @@ blocks, in the order in which they start; `call` makes both from the arguments o
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..algorithms import ALGORITHMS, SHAPES, backward_of
-from ..checks import ALIGNMENTS, bad, choice, clamped, flag, integer, window_sides
+from ..checks import ALIGNMENTS, bad, bad_type, choice, clamped, flag, integer, window_sides
 from ..masks import Mask, band
 from ..memory import widened
 from ..problem import block_layout
@@ -182,6 +183,24 @@ class Call:
             "Nq": self.head.Nq, "Nk": self.head.Nk, "d": self.head.d, "dv": self.head.dv
         }  # fmt: skip
         return self.heads_of(array) * math.prod(sizes[side] for side in SHAPES[array])
+
+
+def asked_of(algorithm: str, problem: dict[str, Any]) -> Call:
+    """`call` with keywords that another function was given.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `call`, and if a keyword is missing or there is no such.
+    """
+    takes = inspect.signature(call).parameters
+    for name in problem:
+        if name not in takes:
+            raise bad_type(name, problem[name], "no such argument; " + ", ".join(takes))
+    for name, parameter in takes.items():
+        if name not in ("algorithm", *problem) and parameter.default is parameter.empty:
+            raise TypeError(f"{name} is missing: expected an integer of at least 1")
+    return call(algorithm, **problem)
 
 
 def call(

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..checks import budget, flag, instance, integer
 from ..masks import Mask
 
 
@@ -53,13 +54,21 @@ class Work:
     d: int
     dv: int
 
+    def __post_init__(self) -> None:
+        for name in ("scores", "queries", "keys"):
+            integer(name, getattr(self, name), 0)
+        for name in ("d", "dv"):
+            integer(name, getattr(self, name), 1)
+
     @classmethod
     def of(
         cls, mask: Mask, d: int, dv: int, query_heads: int = 1, key_heads: int | None = None
     ) -> Work:
         """The work of heads that have one mask; an array in it is data, and hides nothing here."""
+        instance("mask", mask, Mask, "a flashsim.masks.Mask")
+        query_heads = integer("query_heads", query_heads, 1)
+        shared = query_heads if key_heads is None else integer("key_heads", key_heads, 1)
         scores, queries, keys = _counted(mask)
-        shared = query_heads if key_heads is None else key_heads
         return cls(query_heads * scores, query_heads * queries, shared * keys, d, dv)
 
 
@@ -218,22 +227,31 @@ BOUNDS = (
 )
 
 
-def best(work: Work, M: float, *, backward: bool = False, exact: bool = True) -> tuple[int, Bound]:
+def best(
+    work: Work, M: float | None, *, backward: bool = False, exact: bool = True
+) -> tuple[int, Bound]:
     """The largest bound that has a number, in elements, and which one it is.
 
     Parameters
     ----------
     work : Work
-    M : float
-        Elements on the chip; inf for no limit. For an algorithm that needs more than its chip has,
-        what it needs.
+    M : float, optional
+        Elements on the chip; None or inf for no limit. For an algorithm that needs more than its
+        chip has, what it needs.
     backward : bool
         Of the backward pass.
     exact : bool
         For exact attention; an approximation need not compute every score.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is unusable.
     """
+    instance("work", work, Work, "a Work, as Work.of makes of a mask")
+    room, backward, exact = budget("M", M), flag("backward", backward), flag("exact", exact)
     fitting = [b for b in BOUNDS if b.backward == backward and (exact or not b.exact_only)]
-    values = {n: x for n, b in enumerate(fitting) if (x := b.elements(work, M)) is not None}
+    values = {n: x for n, b in enumerate(fitting) if (x := b.elements(work, room)) is not None}
     if not values:  # nothing counts, so nothing need be moved
         return 0, fitting[0]
     largest = max(values, key=lambda n: values[n])

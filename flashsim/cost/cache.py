@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import bad, choice, integer, number
+from ..checks import bad, choice, integer, integers, number
 from ..memory import Traffic
-from .blocks import blocks, call
+from .blocks import asked_of, blocks
 from .devices import device as preset
 from .jit import compiled
 from .trace import numbered, program, trace
@@ -49,14 +49,22 @@ class Cache:
     bytes : (4, kinds)
         So far read and written by the accesses, and fetched from and written back to what is
         behind the cache: rows READ, WRITTEN, FETCHED, BACK.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is unusable.
     """
 
     def __init__(
         self, sizes: Array, capacity_bytes: int, policy: str = "lru", owners: Array | None = None
     ) -> None:
-        self.capacity_bytes, self.policy = capacity_bytes, choice("policy", policy, POLICIES)
-        self.sizes = np.asarray(sizes, np.int64)
+        self.capacity_bytes = integer("capacity_bytes", capacity_bytes, 0, 2**63)
+        self.policy = choice("policy", policy, POLICIES)
+        self.sizes = integers("sizes", sizes, 0)
         n = len(self.sizes)
+        if owners is not None and len(integers("owners", owners, 0, 256)) != n:
+            raise bad("owners", owners, f"as many as there are sizes, {n}")
         self.owners = np.zeros(n, np.uint8) if owners is None else np.asarray(owners, np.uint8)
         kinds = int(self.owners.max(initial=0)) + 1
         self.bytes = np.zeros((4, kinds), np.int64)
@@ -255,8 +263,8 @@ def dram_cost(
     jitter = number("jitter", jitter, PROBABILITY)
     if not 0 <= jitter < 1:
         raise bad("jitter", jitter, PROBABILITY)
-    asked, gpu = call(algorithm, **problem), preset(device)
-    l2 = gpu.l2_bytes if l2_bytes is None else integer("l2_bytes", l2_bytes, 0)
+    asked, gpu = asked_of(algorithm, problem), preset(device)
+    l2 = gpu.l2_bytes if l2_bytes is None else integer("l2_bytes", l2_bytes, 0, 2**63)
     usual = gpu.sm_count * usual_blocks_per_sm(gpu, asked)
     slots = usual if slots is None else integer("slots", slots, 1)
     seed = integer("seed", seed, 0, 2**62)
@@ -293,4 +301,5 @@ def _cost(moved: Array, items: dict[str, int], dirty_bytes: int, accesses: int) 
 
 def sizes_around(l2_bytes: int) -> list[int]:
     """Sizes of an L2 for a picture: from a sixteenth to four times, itself among them."""
+    l2_bytes = integer("l2_bytes", l2_bytes, 0)
     return [round(l2_bytes * 2**k) for k in (-4, -3, -2, -1, -0.5, 0, 0.25, 0.5, 1, 2)]

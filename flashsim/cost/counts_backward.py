@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..masks import Mask
-from .counts import Cost, Head, fullest, mask_bytes, mask_reads, peak
+from .counts import Cost, Head, fullest, leanest, mask_bytes, mask_reads, peak
 from .visits import visits
 
 
@@ -43,8 +43,9 @@ def two_kernel_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
 
 
 def standard_backward_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
-    """(elements, bytes) of the fullest of its steps."""
-    return fullest(*_standard_backward_steps(head, r, c), _softmax_gradient(head, r, c, r))
+    """(elements, bytes) of the fullest step; the softmax's takes a row or, if less, a tile."""
+    softmax = leanest(_softmax_gradient(head, 1, head.Nk, 0), _softmax_gradient(head, r, c, r))
+    return fullest(*_standard_backward_steps(head, r, c), softmax)
 
 
 def _standard_backward_steps(head: Head, r: int, c: int) -> list[tuple[int, int]]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..checks import bad
+from ..checks import amount, bad, bad_type
 
 KB = 1024
 MB = 1024**2
@@ -87,7 +88,7 @@ class Device:
         >>> device("h200").memory_seconds(4.8e9)
         0.001
         """
-        return bytes_ / self.hbm_bytes_per_second
+        return amount("bytes_", bytes_) / self.hbm_bytes_per_second
 
     def flops_per_second(self, dtype: str) -> float:
         """Peak rate of matrix products of a dtype, FLOP/s; float32 outside the matrix units.
@@ -127,6 +128,19 @@ class Device:
     def exp_per_clock(self) -> int:
         """Exponentials of one SM a clock; the rate may be rounded."""
         return round(self.exp_per_second / (self.sm_count * self.boost_clock_hz))
+
+
+def checked(gpu: Any) -> Device:
+    """A `Device`; a name is none.
+
+    Raises
+    ------
+    TypeError
+        If it is something else.
+    """
+    if not isinstance(gpu, Device):
+        raise bad_type("gpu", gpu, "a Device, as flashsim.cost.devices.device(name) returns")
+    return gpu
 
 
 def device(name: str) -> Device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
 from itertools import product
@@ -17,9 +17,10 @@ from typing import Any
 
 from .. import checks
 from ..algorithms import ALGORITHMS, Algorithm, Backward, backward_of
-from ..checks import bad, clamped
+from ..checks import bad, bad_type, clamped
 from ..masks import Mask
 from ..memory import widened
+from ..problem import parts_of_keys
 from .bounds import Work, best
 from .counts import Cost, Head
 from .devices import Device, device
@@ -34,7 +35,6 @@ AXES = ("algorithm", "N", "d", "M", "device", "Br", "Bc")
 MOST_POINTS = 2_000_000  # 1.5 GB
 USUAL = ("standard", "flash1", "flash2")
 LEAST_FACTOR = 1.01  # of a range
-LONGEST = 2**40  # a sequence that no chip holds
 _COLUMNS = (
     "algorithm", "N", "d", "M", "device", "Br", "Bc", "fits", "sram_elements", "sram_bytes",
     "read_elements", "written_elements", "total_elements", "flops", "exps", "total_bytes",
@@ -74,7 +74,15 @@ class Grid:
         return [dict(zip(self.columns, row, strict=True)) for row in rows]
 
     def where(self, **fixed: Any) -> Grid:
-        """The points at which some axes have given values."""
+        """The points at which some axes have given values.
+
+        Raises
+        ------
+        ValueError
+            If there is no such axis.
+        """
+        for name in fixed:
+            checks.choice("axis", name, self.columns)
         wanted = [(self.columns[name], value) for name, value in fixed.items()]
         keep = [n for n in range(len(self)) if all(column[n] == x for column, x in wanted)]
         return Grid(
@@ -89,6 +97,8 @@ class Grid:
         ------
         OSError
             If pyarrow is not installed, or the file cannot be written.
+        ValueError
+            If a column has a number that its 64-bit integers cannot hold.
         """
         try:
             import pyarrow
@@ -97,7 +107,17 @@ class Grid:
             raise OSError(
                 "parquet: expected pyarrow to be installed, as by pip install 'flashsim[parquet]'"
             ) from None
-        pyarrow.parquet.write_table(pyarrow.table(self.columns), path)
+        try:
+            table = pyarrow.table(self.columns)
+        except OverflowError:
+            name, x = next(
+                (name, x)
+                for name, column in self.columns.items()
+                for x in column
+                if isinstance(x, int) and x >= 2**63
+            )
+            raise bad(name, x, "integers below 2^63, which Parquet holds") from None
+        pyarrow.parquet.write_table(table, path)
 
 
 def values(name: str, given: Axis) -> list[int]:
@@ -171,7 +191,7 @@ def grid(
     Br: Axis | None = None,
     Bc: Axis | None = None,
     devices: str | Sequence[str] = "h200",
-    rule: str = "strict",
+    rule: str | None = None,
     backward: bool = False,
     dtype: str = "float16",
     on_step: Callable[[str], None] = lambda what: None,
@@ -193,7 +213,7 @@ def grid(
     devices : str or sequence of str
         GPU presets; they give the time, and the SRAM if M does not.
     rule : {"strict", "paper", "optimal", "hardware"}
-        As of `tile_sizes`, where Br and Bc are not given.
+        As of `tile_sizes`, where Br and Bc are not given (default: "strict").
     backward : bool
         The backward pass instead of the forward one.
     dtype : str
@@ -217,6 +237,7 @@ def grid(
     >>> points.columns["total_elements"]
     [1049600, 3672064, 14159872]
     """
+    checks.flag("backward", backward)
     rows = [_row(name, backward) for name in _names("algorithms", algorithms)]
     lengths, widths = values("N", N), values("d", d)
     gpus = tuple(device(name) for name in _names("devices", devices))
@@ -229,7 +250,9 @@ def grid(
         chips = [_Chip(None, math.inf, gpu.sram_bytes_per_block, (gpu,)) for gpu in gpus]
     else:
         chips = [_Chip(m, m, math.inf, gpus) for m in values("M", M)]
-    checks.choice("rule", rule, RULES)
+    if rule is not None and sides:
+        raise bad("rule", rule, "None, as Br and Bc give the tiles")
+    rule = checks.choice("rule", "strict" if rule is None else rule, RULES)
     stored = DTYPES[checks.choice("dtype", dtype, DTYPES)]
     points = len(rows) * len(lengths) * len(widths) * max(1, len(tilings))
     points *= len(chips) * len(chips[0].gpus)
@@ -246,8 +269,9 @@ def grid(
         for length, width in product(lengths, widths):
             on_step(f"{label}, N = {length}, d = {width}")
             head = Head(
-                Mask(length, length), width, width, stored.itemsize, widened(stored).itemsize
-            )
+                Mask(length, length), width, width, stored.itemsize, widened(stored).itemsize,
+                splits=parts_of_keys(None, 1, length, length, width),
+            )  # fmt: skip
             work = Work.of(head.mask, width, width)
             for chip in chips:
                 here = tilings or [chosen(head, chip)]
@@ -275,6 +299,8 @@ def steps(algorithms: str | Sequence[str] = USUAL, *, N: Axis, d: Axis, **_: Any
 
 
 def _names(what: str, given: str | Sequence[str]) -> list[str]:
+    if not isinstance(given, Iterable):
+        raise bad_type(what, given, "a name, or several")
     names = [given] if isinstance(given, str) else list(given)
     if not names:
         raise bad(what, given, "at least one name")
@@ -286,17 +312,16 @@ def _row(name: str, backward: bool) -> tuple[str, Algorithm | Backward, bool]:
     algorithm, _, convention = str(name).partition(":")
     forward = ALGORITHMS[checks.choice("algorithms", algorithm, ALGORITHMS)]
     if forward.requires:
-        raise bad("algorithms", name, f"one that runs without {forward.requires}")
+        others = ", ".join(other for other, row in ALGORITHMS.items() if not row.requires)
+        raise bad("algorithms", name, f"one that runs without {forward.requires}: {others}")
     checks.choice("convention", convention or "literal", checks.CONVENTIONS)
     row = backward_of(algorithm, convention or "literal") if backward else forward
     return name, row, convention == "elided"
 
 
 def _rule(rule: str, row: Algorithm | Backward) -> Callable[[Head, _Chip], Tiles | None]:
-    """The tiles of a rule on a chip; None where none fit.
-
-    "strict" and "paper" are asked once for each width and chip: a shorter N only cuts their tiles.
-    """
+    """The tiles of a rule on a chip; None where none fit."""
+    found: dict[tuple[int, float, float], int] = {}  # the longer side at the N before
 
     def search(head: Head, chip: _Chip) -> Tiles | None:
         try:
@@ -304,23 +329,14 @@ def _rule(rule: str, row: Algorithm | Backward) -> Callable[[Head, _Chip], Tiles
                 return optimal(row, head, chip.sram, chip.sram_bytes, STEPS[rule])
             if rule == "paper":
                 return paper(row, head, chip.M or int(chip.sram_bytes) // head.stored)
-            return strict(row, head, chip.sram, chip.sram_bytes)
+            key = head.d, chip.sram, chip.sram_bytes
+            tiles = strict(row, head, chip.sram, chip.sram_bytes, near=found.get(key, 0))
         except ValueError:
             return None
+        found[key] = max(tiles)
+        return tiles
 
-    if rule in STEPS:
-        return search
-    known: dict[tuple[int, float, float], Tiles | None] = {}
-
-    def cut(head: Head, chip: _Chip) -> Tiles | None:
-        key = head.d, chip.sram, chip.sram_bytes
-        if key not in known:
-            endless = replace(head, mask=Mask(LONGEST, LONGEST))
-            known[key] = search(endless, chip)
-        tiles = known[key]
-        return None if tiles is None else clamped(tiles, head.Nq, head.Nk)
-
-    return cut
+    return search
 
 
 def _costs(

@@ -50,8 +50,9 @@ def grid_panels(path: Path, points: Grid) -> None:
     cells = figure.subplots(rows, columns, squeeze=False).flat
     for draw, part, axis in panels:
         at = next(cells)
-        draw(at, part, *axis)
-        at.set_title(_title(points, part), fontsize=9, loc="left")
+        more = draw(at, part, *axis)
+        title = ", ".join(filter(None, (_title(points, part), more)))
+        at.set_title(title, fontsize=9, loc="left")
     for at in cells:
         at.set_axis_off()
     figure.savefig(path, dpi=150)
@@ -95,10 +96,11 @@ def _traffic(at: Any, points: Grid, axis: str) -> None:
     at.legend(fontsize=8, frameon=False)
 
 
-def _tiles(at: Any, points: Grid) -> None:
+def _tiles(at: Any, points: Grid) -> str:
     """Bytes, and the time with full and without any overlap, over the side of the tiles.
 
-    If both sides vary, over the one that the outer loop holds, beside the best of the other.
+    If both sides vary, over the one that the outer loop holds, beside the best of the other; which
+    that is, for the title, is returned.
     """
     outer = ALGORITHMS[points.axes["algorithm"][0].partition(":")[0]].outer
     side = "Bc" if "Br" not in points.varying or (outer == "K" and "Bc" in points.varying) else "Br"
@@ -129,6 +131,13 @@ def _tiles(at: Any, points: Grid) -> None:
     _ticks(at, x)
     at.set_xlabel(AXIS_NAMES[side] + ("" if len(fitting) == len(x) else "; hollow: does not fit"))
     at.legend(lines, [line.get_label() for line in lines], fontsize=8, frameon=False)
+    if not {"Br", "Bc"} <= set(points.varying):
+        return ""
+    beside = "Br" if side == "Bc" else "Bc"
+    taken = sorted({r[beside] for r in best.values()})
+    if len(taken) == 1:
+        return f"{beside} = {taken[0]}"
+    return f"{beside} the best at each {side}: {taken[0]} to {taken[-1]}"
 
 
 def _winners(at: Any, points: Grid) -> None:

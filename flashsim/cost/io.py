@@ -145,9 +145,7 @@ def io_cost(
     if projection is not None:
         if layout is not None or is_causal or window is not None:
             raise bad("projection", projection, "None with a mask")
-        unmixed, Nk = Nk, checks.integer(
-            "projection", projection, 1, max(1, Nk) + 1
-        )
+        unmixed, Nk = Nk, checks.integer("projection", projection, 1, max(1, Nk) + 1)
         lengths = Counter({Nk: batch})  # padded keys are read like others
     Br, Bc = _tiles(Br, Bc, row, head(Mask(N, Nk)), limits)
     total = Cost()

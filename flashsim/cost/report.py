@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +124,10 @@ def tiles_report(
             "paper: Bc = M/4d, Br = min(Bc, d), roles swapped where the outer loop holds queries; "
             "strict: the largest of that shape that fit; optimal: fewest elements moved; hardware: "
             "fewest among multiples of 16.",
-            "need: elements resident at once; fits: in M, or by how many it is over. moved: reads "
-            "and writes of the optimal tiles, as printed; others: times as much.",
+            "need: the fewest elements on chip that the tiles run with; fits: in M, or by how many "
+            "it is over. moved: reads and writes of the optimal tiles, as printed; others: times "
+            "as much. The softmax of standard attention takes as many rows as fit in M; need has "
+            "one row or, where that is less, a tile.",
             f"The same tiles and counts: {'; '.join(alike)}.",
             *([f"No tile fits: {'; '.join(unfit)}."] if unfit else []),
             "paper's tiles on: by how many elements FlashAttention's exceed M, what a block of the "
@@ -246,9 +248,16 @@ def _cycle_cells(which: str, cycles: Cycles) -> dict[str, str]:
 
 
 def waves_report(
-    found: Mapping[str, Schedule], gpu: Device, blocks_an_sm: int, problem: dict[str, Any]
+    found: Mapping[str, Schedule],
+    gpu: Device,
+    blocks_an_sm: int,
+    problem: dict[str, Any],
+    need: int | None,
 ) -> Report:
-    """The report of `flashsim waves`: schedules by name."""
+    """The report of `flashsim waves`: schedules by name.
+
+    need: bytes of a block's tiles, if the blocks an SM follow from them.
+    """
     records: list[dict[str, Any]] = [
         {
             "launch": name,
@@ -293,16 +302,22 @@ def waves_report(
             "where one ends first. Utilisation: work over span times blocks in flight. Tail: the "
             "share of the span in which some block's place is empty. What binds a block, and the "
             "merging of split keys, are left out.",
+            *([] if need is None else _too_large({"flash2": need}, gpu)),
         ],
     )  # fmt: skip
 
 
 def l2_report(
-    found: Mapping[str, DramCost], once: Mapping[str, int], gpu: Device, what: dict[str, Any]
+    found: Mapping[str, DramCost],
+    once: Mapping[str, int],
+    gpu: Device,
+    what: dict[str, Any],
+    needs: Mapping[str, int],
 ) -> Report:
     """The report of `flashsim l2`: traffic by name, and of each the compulsory reads in bytes.
 
-    what: the L2, its policy, and the problem.
+    what: the L2, its policy, and the problem; needs: of each algorithm the bytes of a block's
+    tiles, if the blocks an SM follow from them.
     """
     records: list[dict[str, Any]] = [
         {
@@ -335,7 +350,7 @@ def l2_report(
                     "run": r["run"],
                     "into\nthe SMs": _bytes(r["sm_read_bytes"]),
                     "read from\nthe DRAM": _bytes(r["dram_read_bytes"]),
-                    "/ once": count(round(r["dram_read_bytes"] / r["compulsory_read_bytes"], 2)),
+                    "/ once": f"{r['dram_read_bytes'] / r['compulsory_read_bytes']:.2f}",
                     "out of\nthe SMs": _bytes(r["sm_written_bytes"]),
                     "written to\nthe DRAM": _bytes(r["dram_written_bytes"]),
                     "left in\nthe L2": _bytes(r["dirty_bytes"]),
@@ -349,8 +364,20 @@ def l2_report(
             "/ once: over reading each array that is not made here once. What is written reaches "
             "the DRAM when it makes room. Time: bytes at the peak rate of the memory. GB are 1e9 "
             "bytes.",
+            *_too_large(needs, gpu),
         ],
     )  # fmt: skip
+
+
+def _too_large(needs: Mapping[str, int], gpu: Device) -> Iterator[str]:
+    """Which blocks' tiles, by algorithm in bytes, do not fit in shared memory."""
+    over = [f"{x}, {kb(n)}" for x, n in needs.items() if n > gpu.sram_bytes_per_block]
+    if over:
+        yield (
+            f"The tiles of a block do not fit in its {kb(gpu.sram_bytes_per_block)} of shared "
+            f"memory: {'; '.join(over)}. One block an SM is taken all the same, as if the rest lay "
+            "in registers."
+        )
 
 
 def _problem_line(problem: dict[str, Any]) -> str:

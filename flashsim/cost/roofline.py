@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .devices import Device
+from ..checks import amount, bad, flag, integer
+from .devices import Device, checked
 
 SIDE = 128  # rows of one MMA of a Blackwell SM
 HALF = 2  # bytes of bfloat16 and float16
@@ -52,6 +53,11 @@ class Roofline:
     hbm_bytes: float
     flops: int
     exps: int
+
+    def __post_init__(self) -> None:
+        checked(self.gpu).flops_per_second(self.dtype)
+        for name in ("hbm_bytes", "flops", "exps"):
+            amount(name, getattr(self, name))
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -137,11 +143,20 @@ def tile_cycles(
     ctas : {1, 2}
         Thread blocks that share an MMA: each of two stages, and reads, half of the right operand.
 
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is unusable.
+
     References
     ----------
     Zadouri et al. 2026, FlashAttention-4 (arXiv:2603.05451), sections 3.1.1 and 3.2.1, Tables 1, 3.
     """
-    if backward:
+    checked(gpu)
+    Br, Bc, d = integer("Br", Br, 1), integer("Bc", Bc, 1), integer("d", d, 1)
+    if integer("ctas", ctas, 1) > 2:
+        raise bad("ctas", ctas, "1 or 2")
+    if flag("backward", backward):
         mmas = [
             _Mma(Bc, Br, d),  # S^T = K Q^T
             _Mma(Bc, Br, d),  # dP^T = V dO^T

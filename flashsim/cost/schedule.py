@@ -137,6 +137,7 @@ def tile_times(
     """
     for name, value in (("Br", Br), ("Bc", Bc), ("d", d)):
         checks.integer(name, value, 1)
+    checks.flag("fp8", fp8)
     cycles, size = tile_cycles(gpu, Br, Bc, d), HALF
     matmul = cycles.matmul
     if fp8:
@@ -214,7 +215,7 @@ def timeline(pipeline: str, times: TileTimes, tiles: int) -> Timeline:
     >>> from flashsim.cost.schedule import TileTimes, timeline
     >>> times = TileTimes(matmul=2048, exp=1024, copy=1024, wait=0)
     >>> [round(timeline(s, times, 66).utilisation, 2) for s in ("plain", "both")]
-    [0.5, 0.99]
+    [0.57, 1.0]
     """
     chosen = PIPELINES[checks.choice("pipeline", pipeline, PIPELINES)]
     tiles, wait, units = checks.integer("tiles", tiles, 1), times.wait, _Units()

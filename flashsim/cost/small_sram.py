@@ -23,6 +23,7 @@ import numpy as np
 
 from ..algorithms import ALGORITHMS
 from ..attention import attention
+from ..checks import amount, choice, flag, integer
 from ..masks import Mask
 from .counts import Head
 from .io import expected_cost, io_cost
@@ -55,13 +56,21 @@ class Point:
 
 
 def point(algorithm: str, *, N: int, d: int, M: int, execute: bool = False) -> Point:
-    """A strategy with its optimal tiles for M; also run, if `execute`."""
+    """A strategy with its optimal tiles for M; also run, if `execute`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is unusable.
+    """
+    choice("algorithm", algorithm, STRATEGIES)
+    N, d, M = integer("N", N, 1), integer("d", d, 1), integer("M", M, 0)
     if ALGORITHMS[algorithm].needs(Head(Mask(N, N), d, d), 1, 1)[0] > M:
         return Point(algorithm, N, d, M)
     Br, Bc = tile_sizes(M, d, "optimal", algorithm, N=N)
     cost = io_cost(algorithm, N=N, d=d, Br=Br, Bc=Bc, convention=CONVENTION)
     executed, held = None, True
-    if execute:
+    if flag("execute", execute):
         q, k, v = np.random.default_rng(0).standard_normal((3, N, d), np.float32)
         how: dict[str, Any] = {"sram": M, "convention": CONVENTION}
         out = attention(q, k, v, algorithm=algorithm, tiles=(Br, Bc), **how)
@@ -81,22 +90,23 @@ def compare(
     on_step: Callable[[str], None] = lambda what: None,
 ) -> list[list[Point]]:
     """The strategies, in their order, at M = ratio d^2 for each ratio."""
-    found = []
+    d, found = integer("d", d, 1), []
     for ratio in ratios:
-        M = round(ratio * d * d)
+        M = round(amount("ratios", ratio) * d * d)
         on_step(f"M = {M}")
         found.append([point(name, N=N, d=d, M=M, execute=execute) for name in STRATEGIES])
     return found
 
 
-def winner(points: Iterable[Point]) -> str:
-    """The strategy that moves the fewest elements."""
+def winner(points: Iterable[Point]) -> str | None:
+    """The strategy that moves the fewest elements; None where none fits."""
     fitting = [p for p in points if p.total_elements is not None]
-    return min(fitting, key=lambda p: p.total_elements or 0).algorithm
+    return min(fitting, key=lambda p: p.total_elements or 0).algorithm if fitting else None
 
 
 def crossover(N: int, d: int) -> float:
     """M / d^2 from which on FlashAttention-2 moves the fewest elements, by the closed forms."""
+    d = integer("d", d, 1)
     for n in range(3 * STEPS // 2, STEPS // 2, -1):
         M = d * d * n // STEPS
         if winner(point(name, N=N, d=d, M=M) for name in STRATEGIES) != "flash2":

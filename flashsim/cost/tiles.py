@@ -90,12 +90,16 @@ def strict(
     sram: float = math.inf,
     sram_bytes: float = math.inf,
     name: str = "sram",
+    near: int = 0,
 ) -> tuple[int, int]:
-    """The largest tiles of the paper's shape with everything resident; see `tile_sizes`."""
-    longest = max(1, head.Nq, head.Nk)
+    """The largest tiles of the paper's shape with everything resident; see `tile_sizes`.
+
+    near: a guess at the longer side, such as that of another N, from which the search starts.
+    """
+    longest = max(1, *row.longest(head))
     fits = _fits(row, head, sram, sram_bytes, name)
     most = longest if row.outer == "both" else head.d
-    long = _largest(lambda n: fits(n, min(n, most)), longest)
+    long = _largest(lambda n: fits(n, min(n, most)), longest, near)
     return _oriented(row, long, min(long, most))
 
 
@@ -117,7 +121,8 @@ def optimal(
     Then the long side shrinks as far as it needs no more turns, and the short one takes the room.
     """
     fits = _fits(row, head, sram, sram_bytes, "M", step)
-    sides = (head.Nq, head.Nk) if row.outer == "Q" else (head.Nk, head.Nq)
+    Nq, Nk = row.longest(head)
+    sides = (Nq, Nk) if row.outer == "Q" else (Nk, Nq)
     Nlong, Nshort = (max(1, -(-N // step)) for N in sides)  # lengths, as tiles below, in steps
     longest = _largest(lambda n: fits(n, 1), Nlong)
     broadest = _largest(partial(fits, 1), Nshort)
@@ -175,7 +180,7 @@ class Choice:
     Br, Bc : int
         Rows of a query and of a key tile.
     need_elements : int
-        Resident at once.
+        The fewest on chip that the tiles run with; where rows of S fit, a run takes more of them.
     moved_elements : int
         Read and written, as printed ("literal"), where M elements of a row of S fit on chip.
     """
@@ -194,8 +199,17 @@ def choices(N: int, d: int, M: int, dv: int | None = None) -> Iterator[Choice]:
 
     Passes with the same tiles and counts come once. Rules under which no tile fits in M are left
     out, and algorithms whose traffic N, d and M do not tell (local attention, Linformer).
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is no positive integer.
     """
-    head = Head(Mask(N, N), d, d if dv is None else dv)
+    N, d, M = integer("N", N, 1), integer("d", d, 1), integer("M", M, 1)
+    return _choices(Head(Mask(N, N), d, d if dv is None else integer("dv", dv, 1)), M)
+
+
+def _choices(head: Head, M: int) -> Iterator[Choice]:
     rows: dict[Any, tuple[Algorithm | Backward, bool, list[str]]] = {}
     for backward in (False, True):
         for name, forward in ALGORITHMS.items():
@@ -221,13 +235,14 @@ def papers_overflow(M: int, d: int) -> int:
 
     FlashAttention's; with the roles of the sides swapped its successor's are as large.
     """
+    M, d = integer("M", M, 1), integer("d", d, 1)
     row, head = ALGORITHMS["flash1"], Head(Mask(M, M), d, d)
     return row.needs(head, *paper(row, head, M))[0] - M
 
 
 def _told_by_sizes(forward: Algorithm) -> bool:
     """Whether N, d and M say what it moves; a block layout is left to the call."""
-    return forward.requires in ("", "block_mask")
+    return forward.requires in ("", "block_mask", "fp8", "block_tables")
 
 
 def _by_rule(row: Algorithm | Backward, head: Head, M: int, rule: str) -> tuple[int, int]:
@@ -239,7 +254,14 @@ def _by_rule(row: Algorithm | Backward, head: Head, M: int, rule: str) -> tuple[
 
 
 def _oriented(row: Algorithm | Backward, long: int, short: int) -> tuple[int, int]:
-    return (long, short) if row.outer == "Q" else (short, long)
+    Br, Bc = (long, short) if row.outer == "Q" else (short, long)
+    return row.rows or Br, Bc
+
+
+def usable(row: Algorithm | Backward, tiles: tuple[int, int], head: Head) -> tuple[int, int]:
+    """Tiles no longer than the head, and as tall as they must be where that is no choice."""
+    Br, Bc = clamped(tiles, head.Nq, head.Nk)
+    return row.rows or Br, Bc
 
 
 def _fits(
@@ -273,9 +295,13 @@ def _fits(
     return fits
 
 
-def _largest(fits: Callable[[int], bool], at_most: int) -> int:
+def _largest(fits: Callable[[int], bool], at_most: int, near: int = 0) -> int:
     """The largest n <= at_most with fits(n); fits is true at 1 and monotone."""
     low, high = 1, at_most
+    if 1 < near <= at_most and fits(near):
+        low = near
+        if near < at_most and not fits(near + 1):
+            high = near
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -287,8 +313,7 @@ def default_tiles(
 ) -> tuple[int, int]:
     """What `attention` takes: "strict" on a bounded chip, else what is fast in NumPy."""
     if sram < math.inf or sram_bytes < math.inf:
-        return clamped(strict(row, head, sram, sram_bytes), head.Nq, head.Nk)
+        return usable(row, strict(row, head, sram, sram_bytes), head)
     fast = zip(row.fast_tiles, (head.Nq, head.Nk), strict=True)
-    return clamped(
-        tuple(everything if n is None else n for n, everything in fast), head.Nq, head.Nk
-    )
+    Br, Bc = (everything if n is None else n for n, everything in fast)
+    return usable(row, (Br, Bc), head)

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import bad, integer
-from .blocks import ORDERS, Blocks, Call, blocks, call
-from .devices import Device
+from ..checks import bad, integer, integers
+from .blocks import ORDERS, Blocks, Call, asked_of, blocks
+from .devices import Device, checked
 from .devices import device as preset
+from .splits import best_splits as best_splits
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +36,6 @@ MOST = {
 WARP = 32
 REGISTER_BYTES = 4
 REGISTERS_OF_WARP = 256  # a warp gets registers by so many
-MOST_SPLITS = 128
 
 
 def blocks_per_sm(
@@ -52,13 +52,21 @@ def blocks_per_sm(
     threads, registers : int, optional
         Threads of a block, and registers of a thread. Without them they are no limit.
 
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is unusable.
+
     Examples
     --------
     >>> from flashsim.cost.devices import device
     >>> blocks_per_sm(device("h200"), 54784, threads=128, registers=154)
     3
     """
-    if shared_bytes > gpu.sram_bytes_per_block:
+    checked(gpu)
+    threads = None if threads is None else integer("threads", threads, 1)
+    registers = None if registers is None else integer("registers", registers, 1)
+    if integer("shared_bytes", shared_bytes, 0) > gpu.sram_bytes_per_block:
         return 0
     taken = gpu.sram_bytes_per_sm - gpu.sram_bytes_per_block
     most, most_threads = MOST.get(gpu.compute_capability, (None, None))
@@ -124,8 +132,13 @@ def schedule(work: Array, slots: int) -> Schedule:
     """Each block in its turn takes the slot that is free first.
 
     In closed form where all blocks are alike: block b starts in wave b // slots.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the work of a block is no integer of at least 0, or there is no slot.
     """
-    work, slots = np.asarray(work, np.int64), integer("slots", slots, 1)
+    work, slots = integers("work", work, 0), integer("slots", slots, 1)
     order = np.arange(len(work))
     if len(work) and (work == work[0]).all():
         return Schedule(slots, work, order // slots * work[0], order % slots)
@@ -174,7 +187,7 @@ def waves(
     >>> f"{one.utilisation:.1%} {two.utilisation:.1%} {one.span / two.span:.1f}"
     '7.4% 79.0% 10.7'
     """
-    asked = call(algorithm, **problem)
+    asked = asked_of(algorithm, problem)
     if len(asked.launches) > 1:
         raise bad("algorithm", algorithm, "one whose forward pass is one kernel launch")
     gpu = preset(device)
@@ -204,32 +217,6 @@ def _split(asked: Call, made: Blocks, splits: int) -> Array:
     at = part * np.arange(splits)
     work = np.minimum(stop[:, None], at + part) - np.maximum(first[:, None], at)
     return np.asarray(np.maximum(0, work).ravel())
-
-
-def best_splits(row_blocks: int, slots: int, key_tiles: int) -> int:
-    """Into how many parts Flash-Decoding cuts the keys of each of `row_blocks` blocks.
-
-    The rule of the published kernel: one if the blocks fill four fifths of the slots; else, of the
-    numbers that make the parts shorter, up to 128 and to the slots, the smallest whose waves are at
-    least 0.85 times as full as the fullest. More parts would cost more traffic.
-
-    Examples
-    --------
-    The example in its source: 48 heads on 108 multiprocessors.
-
-    >>> best_splits(48, 108, 64)
-    2
-    """
-    if row_blocks >= 0.8 * slots:
-        return 1
-    most = min(MOST_SPLITS, slots, key_tiles)
-    fullness = {}
-    for splits in range(1, most + 1):
-        if splits == 1 or -(-key_tiles // splits) < -(-key_tiles // (splits - 1)):
-            filled = row_blocks * splits / slots
-            fullness[splits] = filled / np.ceil(filled)
-    best = max(fullness.values())
-    return next(splits for splits, full in fullness.items() if full >= 0.85 * best)
 
 
 def usual(problem: dict[str, Any], device: str, blocks_an_sm: int) -> dict[str, Schedule]:
