@@ -67,12 +67,18 @@ def view(
 
     The page is one file and works offline.
     """
-    from . import cli, failures, viewer
+    from . import checks, cli, failures, verify, viewer
+    from .algorithms import ALGORITHMS
 
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise ValueError(f"--out {out}: expected a file to write, in a folder that exists")
     size = cli._tiles(tiles)
     given = {"N": N, "d": d, "seed": seed}
     numbers = {name: value for name, value in given.items() if value is not None}
     if failure is not None:
+        if failure not in failures.FAILURES:
+            names = ", ".join(failures.FAILURES)
+            raise ValueError(f"--failure {failure}: expected one of {names}")
         others = {"algorithm": algorithm, "sram": sram, "layout": layout, "row": row}
         for option, value in (*others.items(), ("backward", backward or None)):
             if value is not None:
@@ -80,8 +86,12 @@ def view(
         arrays = viewer.random_head(**numbers) if numbers else ()
         name, page = failure, failures.show(failure, *arrays, tiles=size, is_causal=causal).view()
     else:
-        name, colon, convention = (algorithm or "flash2").partition(":")
-        what: dict[str, Any] = {"convention": convention} if colon else {}
+        name, colon, convention = ("flash2" if algorithm is None else algorithm).partition(":")
+        what: dict[str, Any] = {}
+        if colon:
+            checks.choice("algorithm", name, ALGORITHMS)
+            known = verify.conventions(name) + (verify.conventions(name, True) if backward else ())
+            what["convention"] = checks.choice("convention", convention, dict.fromkeys(known))
         if layout is not None:
             length = viewer.N if N is None else N
             size, what["block_mask"] = cli._layout(layout, size, length, length)

@@ -54,6 +54,8 @@ class Failure:
         Why the number is wrong.
     seen : str
         Where this was a real fault.
+    underflow : str
+        Why instead, where the weights are too small and not too large.
     shows : str
         What it spoils: "output" or "lse".
     q, k, v : tuple of float
@@ -75,6 +77,7 @@ class Failure:
     tiles: tuple[int, int]
     shows: str = "output"
     dropout_p: float = 0.0
+    underflow: str = ""
 
 
 FAILURES = {
@@ -83,8 +86,8 @@ FAILURES = {
         old="Oi[:] = alpha[:, None] * Oi + ",
         new="Oi[:] = Oi + ",
         why="O was summed with weights relative to the old maximum; l is relative to the new one.",
-        seen="with the inverse factor, in print: FlashAttention-2, Algorithm 1, line 10 "
-        "(Dao-AILab/flash-attention issue 991)",
+        seen="as another fault of the same line, the inverse factor in place of the factor: "
+        "FlashAttention-2, Algorithm 1, line 10, in print (Dao-AILab/flash-attention issue 991)",
         q=(1,),
         k=(2, 1, 3, 0),
         v=(10, 20, 30, 40),
@@ -116,7 +119,10 @@ FAILURES = {
         title="the maximum is not subtracted",
         old="m_new = np.maximum(mi, Sij.max(axis=1))",
         new="m_new = np.zeros_like(mi)",
-        why="exp(100) is beyond float32, and inf / inf is not a number.",
+        why="exp of such scores is beyond the largest number of its type: l or O is infinite, and "
+        "O / l says nothing.",
+        underflow="exp of such scores is below the smallest number of its type: the weights lose "
+        "their digits or are all 0, as if the row saw no key.",
         seen="in first versions of a kernel that are tried on small scores only",
         q=(1,),
         k=(0, 100),
@@ -127,8 +133,9 @@ FAILURES = {
         title="the logsumexp is left in base 2",
         old="L[i] = shift(mi) + log(li)",
         new="L[i] = (shift(mi) + log(li)) / np.log(2)",
-        why="Kernels use exp2, as GPUs do; whoever merges splits or runs the backward pass from L "
-        "takes it for a natural logarithm.",
+        why="GPUs have exp2. The output is right; what takes L for a natural logarithm "
+        "goes wrong: in the backward pass rows of P = exp(S - L) no longer sum to 1, and a merge "
+        "of splits weighs its parts wrongly.",
         seen="in flashinfer issue 4485, FlashMLA pull request 106",
         q=(0,),
         k=(0, 0),
@@ -213,13 +220,19 @@ class Comparison:
             note=f"A deliberate fault: {self.failure.title}. {self._sentence()}",
         )
 
+    @property
+    def why(self) -> str:
+        """Why the number is wrong on this input."""
+        small = self.reference.lse[self.where[0]] < 0 and np.isfinite(self.wrong[self.where])
+        return self.failure.underflow if small and self.failure.underflow else self.failure.why
+
     def _sentence(self) -> str:
         place = ", ".join(map(str, self.where))
         right, wrong = self.right[self.where], self.wrong[self.where]
         if self.ratio <= 1:
             return "Here it makes no difference beyond rounding."
         value = f"{self.failure.shows}[{place}]"
-        return f"Here {value} is {wrong:.6g}, where {right:.6g} is right. {self.failure.why}"
+        return f"Here {value} is {wrong:.6g}, where {right:.6g} is right. {self.why}"
 
     def _said(self) -> str:
         return f"{self._sentence()} Seen {self.failure.seen}."
@@ -288,14 +301,14 @@ def show(
     Raises
     ------
     ValueError, TypeError
-        As `flashsim.attention`, and if there is no such failure or more than one head.
+        As `flashsim.attention`, and if there is no such failure, more than one head, or no row.
     """
     failure = FAILURES[checks.choice("name", name, FAILURES)]
-    if q is None:
+    if not checks.given_together(q=q, k=k, v=v):
         q, k, v = (np.array(x, np.float32)[:, None] for x in (failure.q, failure.k, failure.v))
         scale = 1.0 if scale is None else scale
-    if np.ndim(q) != 2:
-        raise bad("q.shape", np.shape(q), "one head, (N, d)")
+    if np.ndim(q) != 2 or len(q) == 0:
+        raise bad("q.shape", np.shape(q), "one head of at least one row, (N, d)")
     what = {
         "is_causal": is_causal,
         "scale": scale,

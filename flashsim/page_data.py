@@ -1,12 +1,15 @@
 """A recorded run as the viewer's page reads it: tables, and each step as numbers of their rows.
 
-flashsim/page/page.js is the reader, and says of each table what it is for.
+flashsim/page/page.js is the reader, and says of each table what it is for. flashsim/page/page.html
+unpacks the text first.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -26,23 +29,24 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 COLUMNS = (16, 8, 4, 2, 1)  # of an array are kept: the most with which the page stays small
-SMALL_BYTES = 200_000  # of numbers, as text
+SMALL_BYTES = 250_000  # of packed text; the page around it takes some 45 kB
 CLOSE = 1e-5  # relative; what differs more from a right run is marked as wrong
 
 KINDS = ("read", "write", "place", "replace", "evict")
 
 
-def page_data(view: View) -> dict[str, Any]:
-    """The recording of a view, with as many columns of its arrays as keep the page small."""
+def packed(view: View) -> str:
+    """The recording as JSON, deflated, in base64; with as many columns as keep the page small."""
     for columns in COLUMNS:
-        data = _page_data(view, columns)
-        if len(data["values"]) <= SMALL_BYTES:
+        data = json.dumps(page_data(view, columns), separators=(",", ":"), ensure_ascii=False)
+        text = base64.b64encode(zlib.compress(data.encode(), 9)).decode()
+        if len(text) <= SMALL_BYTES:
             break
-    return data
+    return text
 
 
-def _page_data(view: View, most_columns: int) -> dict[str, Any]:
-    """The recording as compact JSON: tables, and for each step what it added."""
+def page_data(view: View, most_columns: int) -> dict[str, Any]:
+    """The tables of a recording, and for each step what it added."""
     run = view.recording
     names, places, events, held, chips = (_Table() for _ in range(5))
     arrays = _Arrays(most_columns)

@@ -12,8 +12,9 @@ The function runs as it is, under `sys.monitoring` (`sys.settrace` on Python 3.1
 and counts are those of an ordinary run, bit for bit. A statement is a step of its own each time it
 runs. A loop header is the load: its step has the tiles that come, and the eviction of the turn
 before; the header that ends a loop evicts with nothing new. Functions of the same module that the
-algorithm calls are recorded too; the calling line then comes before theirs, and once more if it
-changed something itself.
+algorithm calls are recorded too, and other algorithms, unless they are given parts of arrays, whose
+rows count from elsewhere; the calling line then comes before theirs, and once more if it changed
+something itself.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from .memory import Event, Hbm, Machine, Traffic
 Array = np.ndarray[Any, Any]
 
 _KEPT = (np.ndarray, np.generic, slice, int, float, str)  # the locals worth a copy
+_ALGORITHMS = ALGORITHMS["flash2"].forward.__module__.rpartition(".")[0]
 _MOST_SHOWN = 16  # elements; of a longer array a table shows the shape
 
 
@@ -367,11 +369,16 @@ def recording(fn: Callable[..., Any]) -> AbstractContextManager[Recording]:
     f = inspect.unwrap(fn)
     if not _ordinary(f):
         raise bad_type("fn", fn, "a Python function that is written with def")
-    sources, module = {f.__code__: _Source(f)}, f.__globals__
-    for f in module.values():  # what it may call of its own module
-        if _ordinary(f) and f.__globals__ is module and f.__code__ not in sources:
-            with suppress(OSError):  # no source
-                sources[f.__code__] = _Source(f)
+    sources, modules = {f.__code__: _Source(f)}, [f.__globals__]
+    for module in modules:  # what it may call of its own module, and of the algorithms that it uses
+        for f in module.values():
+            if not _ordinary(f) or f.__code__ in sources:
+                continue
+            if f.__globals__ is module:
+                with suppress(OSError):  # no source
+                    sources[f.__code__] = _Source(f)
+            elif _is_algorithm(f) and all(f.__globals__ is not m for m in modules):
+                modules.append(f.__globals__)
     return _Watcher(sources)
 
 
@@ -382,6 +389,10 @@ def _ordinary(f: Any) -> TypeGuard[FunctionType]:
         and f.__name__ != "<lambda>"
         and not f.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE)
     )
+
+
+def _is_algorithm(f: FunctionType) -> bool:
+    return (f.__module__ or "").startswith(f"{_ALGORITHMS}.")
 
 
 class _Source:
@@ -486,6 +497,9 @@ class _Watcher(AbstractContextManager[Recording]):
     def on_line(self, frame: FrameType, line: int) -> None:
         if frame in self.outside:
             return
+        if self.calls and frame is not self.calls[-1].frame and self._has_parts(frame):
+            self.outside.add(frame)
+            return
         call = self._call(frame)
         start = call.source.start.get(line, line)
         if start != call.line:  # else another line of the same statement
@@ -522,6 +536,14 @@ class _Watcher(AbstractContextManager[Recording]):
         self.calls.append(_Activation(frame, source))
         return self.calls[-1]
 
+    def _has_parts(self, frame: FrameType) -> bool:
+        """Whether another algorithm is called on parts of arrays: its rows count from them."""
+        if any(frame is call.frame for call in self.calls):
+            return False
+        if frame.f_globals is self.calls[-1].frame.f_globals:  # the text of one algorithm
+            return False
+        return any(isinstance(x, Hbm) and x.within for x in frame.f_locals.values())
+
     def _look_for_hbm(self, frame: FrameType) -> None:
         for x in frame.f_locals.values():
             A = x.array if isinstance(x, Mask) else x
@@ -534,8 +556,8 @@ class _Watcher(AbstractContextManager[Recording]):
                     A.machine.log, self.own_log = [], True
                 self.log, self.noted = A.machine.log, len(A.machine.log)
                 self._look_at_chip()
-            if A.machine is self.machine:
-                self.arrays[A.name] = A
+            if A.machine is self.machine and not (A.within and A.name in self.arrays):
+                self.arrays[A.name] = A  # the whole one, where a part has its name too
                 self.run.hbm[A.name] = A.shape
 
     def _look_at_chip(self) -> None:

@@ -18,7 +18,8 @@ FOLLOWED = {
     "factor": ("alpha", "old"),
     "tile's factor": ("new",),
     "l": ("l_new", "li", "l"),
-    "O so far": ("Oi", "O"),
+    "O so far": ("Oi",),  # which FlashAttention-2 divides by l at the end alone
+    "O": ("O",),
     "lse": ("Li", "L"),
     "D": ("Di", "D"),
     "dQ so far": ("dQi", "dQ"),

@@ -13,7 +13,7 @@ computes nothing of its own. Values are float32, bit for bit; a wider run is rou
 from __future__ import annotations
 
 import html
-import json
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,18 +26,22 @@ import numpy as np
 from . import checks, layouts
 from .algorithms import ALGORITHMS, backward_of
 from .attention import Attention, attention
-from .checks import bad, clamped
+from .checks import bad, bad_type, clamped
 from .cost.io import expected_cost
 from .inputs import random_inputs
 from .memory import Traffic
-from .page_data import page_data
-from .problem import checked
+from .page_data import packed
+from .paging import paginate
+from .problem import as_array, checked
 from .record import Recording, record_attention, record_backward
 from .turns import rises_most
 
 Array = np.ndarray[Any, Any]
 
 N, D, SEED = 16, 4, 7  # of a run without inputs; the row to follow is then in the first tile
+MOST_ROWS = MOST_COLUMNS = 1024  # of q, k and v: the page has at least a pixel for each row
+MOST_STEPS = 20_000  # a page of more is slow, and no one steps through it
+OPTIONS = inspect.signature(attention).parameters
 
 
 def _few_blocks(tiles: Any, Nq: int, Nk: int) -> Array:
@@ -48,8 +52,9 @@ def _few_blocks(tiles: Any, Nq: int, Nk: int) -> Array:
 # What algorithms need beyond q, k and v, for (tiles, Nq, Nk).
 EXAMPLES: dict[str, Callable[[Any, int, int], Any]] = {
     "block_mask": _few_blocks,
-    "local_window": lambda tiles, Nq, Nk: -(-Nq // 4),
-    "projection": lambda tiles, Nq, Nk: -(-Nk // 4),
+    "local_window": lambda tiles, Nq, Nk: -(-Nq // 4) or 1,
+    "projection": lambda tiles, Nq, Nk: -(-Nk // 4) or 1,
+    "fp8": lambda tiles, Nq, Nk: max(tiles),
 }
 
 
@@ -84,24 +89,33 @@ class View:
     right: Recording | None = None
     note: str = ""
 
+    def __post_init__(self) -> None:
+        checks.instance("recording", self.recording, Recording, "one of flashsim.record")
+
     def html(self) -> str:
         """The page: one HTML document that asks for nothing from outside.
 
         Raises
         ------
         ValueError
-            If the recording is empty, or a part of one: what a step shows starts at the first.
+            If the recording is empty, or a part of one: what a step shows starts at the first. If
+            it has more than 20 000 steps.
         """
+        if len(self.recording) > MOST_STEPS:
+            raise bad(
+                "recording",
+                f"{len(self.recording)} steps",
+                f"at most {MOST_STEPS}: larger tiles, or fewer rows, take fewer",
+            )
         if not self.recording.steps or self.recording[0].number != 0:
             raise bad(
                 "recording", f"{len(self.recording)} steps", "a recording from its first step"
             )
         folder = files("flashsim") / "page"
-        data = json.dumps(page_data(self), separators=(",", ":"), ensure_ascii=False)
         parts = {
             "{title}": html.escape(self.title),
             "/* style */": (folder / "page.css").read_text("utf-8"),
-            "{data}": data.replace("<", "\\u003c"),  # no </script> before its time
+            "{data}": packed(self),
             "/* script */": (folder / "page.js").read_text("utf-8"),
         }
         marks = "|".join(map(re.escape, parts))
@@ -131,9 +145,9 @@ def view(
     k: Any = None,
     v: Any = None,
     *,
-    N: int = N,
-    d: int = D,
-    seed: int = SEED,
+    N: int | None = None,
+    d: int | None = None,
+    seed: int | None = None,
     backward: bool = False,
     do: Any = None,
     tiles: tuple[int, int] | None = None,
@@ -149,13 +163,16 @@ def view(
     algorithm : str
         A name in `flashsim.ALGORITHMS`.
     q, k, v : array (N, d), (Nk, d), (Nk, dv), optional
-        One head. Default: `random_head(N, d, seed)`.
+        One head. Default: `random_head(N, d, seed)`. At most 1024 rows of at most 1024.
+    N, d, seed : int, optional
+        Of what is drawn. Default: 16, 4 and 7.
     backward : bool
         Show the backward pass instead of the forward one.
     do : array (N, dv), optional
-        Gradient of the output. Default: standard normal numbers from `seed`.
+        Gradient of the output, with `backward`. Default: standard normal numbers from `seed`.
     tiles : (Br, Bc), optional
-        Default: the "strict" ones if there is a budget, else four tiles a side.
+        Default: the "strict" ones if there is a budget, else four tiles a side, as for a block
+        layout that is made up.
     sram, sram_bytes : number, optional
         Budget of the chip, in elements or in bytes. Default: what the tiles need.
     row : int, optional
@@ -163,7 +180,8 @@ def view(
     **options
         As for `flashsim.attention`. What an algorithm needs beyond q, k and v is made up if it is
         not given: a block layout of the diagonal, the first row and the first column; a local
-        window, or a projection, of a quarter of the length.
+        window, or a projection, of a quarter of the length; pages as long as a key tile; two parts
+        of the keys.
 
     Returns
     -------
@@ -173,21 +191,56 @@ def view(
     Raises
     ------
     ValueError, TypeError
-        As `flashsim.attention`, and if there is more than one head, or no such row.
+        As `flashsim.attention`, and if there is more than one head, or no such row, or an argument
+        that would have no effect.
     """
     registered = ALGORITHMS[checks.choice("algorithm", algorithm, ALGORITHMS)]
     checks.flag("backward", backward)
-    if q is None:
-        q, k, v = random_head(N, d, seed)
-    Nq, Nk = np.shape(q)[-2], np.shape(k)[-2]
-    if tiles is None and sram is None and sram_bytes is None:
-        tiles = -(-Nq // 4) or 1, -(-Nk // 4) or 1
+    if do is not None and not backward:
+        raise bad("backward", backward, "True, as do is given")
+    for name in options.keys() - OPTIONS:
+        accepted = ", ".join(sorted({*OPTIONS} - {"algorithm", "q", "k", "v"}))
+        raise bad_type(name, options[name], f"no such argument; there are {accepted}")
+    drawn = {name: x for name, x in {"N": N, "d": d, "seed": seed}.items() if x is not None}
+    if checks.given_together(q=q, k=k, v=v):
+        if backward and do is None:
+            drawn.pop("seed", None)  # draws the gradient
+        for name, number in drawn.items():
+            raise bad(name, number, "None, as q, k and v are given")
+    else:
+        q, k, v = random_head(**drawn)
+    sizes = {"q": as_array("q", q), "k": as_array("k", k), "v": as_array("v", v)}
+    for name, x in sizes.items():
+        if x.ndim < 2:
+            raise bad(f"{name}.shape", x.shape, "two dimensions, (N, d)")
+        if x.shape[-2] > MOST_ROWS or x.shape[-1] > MOST_COLUMNS:
+            accepted = f"at most {MOST_ROWS} rows of at most {MOST_COLUMNS}"
+            raise bad(f"{name}.shape", x.shape, accepted)
+    Nq, Nk = sizes["q"].shape[-2], sizes["k"].shape[-2]
+    quarters = -(-Nq // 4) or 1, -(-Nk // 4) or 1
     needed = registered.requires
-    if needed and options.get(needed) is None and tiles is not None:
-        options[needed] = EXAMPLES[needed](tiles, Nq, Nk)
+    made_up = bool(needed) and options.get(needed) is None
+    if tiles is None and sram is None and sram_bytes is None:
+        tiles = quarters
+    if tiles is None and made_up and needed == "block_mask":
+        tiles = quarters  # they are the blocks
+    if made_up:
+        if needed == "local_window" and Nq != Nk:
+            raise bad(
+                "k.shape", sizes["k"].shape, f"{Nq} rows, as q has: {algorithm} takes no other"
+            )
+        blocks = quarters if tiles is None else checks.pair_of_tiles(tiles)
+        if needed == "block_tables":
+            k, v, pages = paginate(k, v, blocks[1])
+            options |= pages
+        else:
+            options[needed] = EXAMPLES[needed](blocks, Nq, Nk)
+    if "splits" in registered.options:
+        options.setdefault("splits", 2)
     if tiles is not None and sram is None and sram_bytes is None:
         sram = _needed(algorithm, q, k, v, tiles, backward, options)
     given = {"sram": sram, "sram_bytes": sram_bytes, **options}
+    common = {name: x for name, x in given.items() if name not in registered.options}
     forward = record_attention(q, k, v, algorithm=algorithm, tiles=tiles, **given)
     out: Attention = forward.result
     if row is None:
@@ -196,7 +249,8 @@ def view(
     recording = forward
     if backward:
         if do is None:
-            do = np.random.default_rng(seed + 1).standard_normal(out.output.shape)
+            following = (SEED if seed is None else checks.integer("seed", seed, 0)) + 1
+            do = np.random.default_rng(following).standard_normal(out.output.shape)
             do = do.astype(out.output.dtype)
         recording = record_backward(out, do)
     Br, Bc = out.tiles_backward or out.tiles
@@ -209,13 +263,15 @@ def view(
         title=f"{registered.title[0].upper()}{registered.title[1:]}, {direction}",
         subtitle="; ".join(about),
         closed_form_elements=expected_cost(out, q, k, v, backward=backward, **given).total_elements,
-        standard=None if algorithm == "standard" else _standard(q, k, v, tiles, do, given),
+        standard=None if algorithm == "standard" else _standard(q, k, v, tiles, do, common),
         row=row,
     )
 
 
 def random_head(N: int = N, d: int = D, seed: int = SEED) -> tuple[Array, Array, Array]:
     """q, k, v (N, d) float32, standard normal, the same for the same seed."""
+    checks.integer("N", N, 1, MOST_ROWS + 1)
+    checks.integer("d", d, 1, MOST_COLUMNS + 1)
     drawn = random_inputs((1, 1, N, d), seed)
     return drawn.q[0, 0], drawn.k[0, 0], drawn.v[0, 0]
 

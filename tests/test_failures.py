@@ -184,6 +184,26 @@ def test_text_and_table_have_the_wrong_number_beside_the_right_one(name):
     assert "makes no difference" not in str(comparison)
 
 
+@pytest.mark.parametrize(
+    ("scores", "v", "wrong", "said"),
+    [
+        ((0, 100), (1, 3), np.nan, "largest"),
+        ((88.5, 88.5), (0.01, 0.01), 0, "largest"),  # l overflows alone
+        ((88.0, 0), (9, 9), np.inf, "largest"),  # O overflows alone
+        ((-200, -201), (1, 3), 0, "smallest"),
+        ((-103.2, -102.5), (1, 3), None, "smallest"),  # a digit is left
+    ],
+)
+def test_the_reason_for_a_forgotten_maximum_is_the_one_that_acts(scores, v, wrong, said):
+    columns = (np.array(x, np.float32)[:, None] for x in ((1,), scores, v))
+    comparison = show("forget-max", *columns, scale=1.0, tiles=(1, 1))
+    if wrong is not None:
+        assert comparison.wrong[0, 0] == pytest.approx(wrong, nan_ok=True)
+    assert comparison.ratio > 1
+    assert f"the {said} number of its type" in str(comparison)
+    assert ("largest" in str(comparison)) != ("smallest" in str(comparison))
+
+
 def test_where_a_fault_makes_no_difference_it_says_so():
     said = str(show("drop-tail", *random_head(8, 4), tiles=(4, 4)))
     assert "Here it makes no difference beyond rounding." in said
@@ -201,6 +221,16 @@ def test_what_cannot_be_used_is_refused_by_name():
     three = np.zeros((1, 4, 2), np.float32)
     with pytest.raises(ValueError, match="one head"):
         show("skip-rescale", three, three, three)
+    one = np.zeros((4, 2), np.float32)
+    for arrays, missing in (
+        ({"q": one}, "k and v"),
+        ({"k": one}, "q and v"),
+        ({"v": one}, "q and k"),
+    ):
+        with pytest.raises(ValueError, match=f"{missing}=None: expected q, k, v together"):
+            show("drop-tail", **arrays)
+    with pytest.raises(ValueError, match=r"q\.shape=\(0, 2\): expected one head of at least one"):
+        show("drop-tail", one[:0], one, one)
     with pytest.raises(ValueError, match="tiles=4"):
         show("skip-rescale", tiles=4)
     with pytest.raises(ValueError, match=r"dropout_p=1\.5"):

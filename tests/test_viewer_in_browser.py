@@ -14,7 +14,8 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from flashsim import failures
-from flashsim.viewer import random_head, view
+from flashsim.record import record
+from flashsim.viewer import View, random_head, view
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
@@ -50,6 +51,8 @@ def opened(browser, tmp_path):
         file.write_text(text, "utf-8")
         page.on("request", lambda r: None if r.url == file.as_uri() else requests.append(r.url))
         page.goto(file.as_uri())
+        if 'id="position"' in text.partition("<iframe")[0]:
+            page.wait_for_function("document.getElementById('position').textContent")
         return page
 
     yield open_
@@ -205,7 +208,7 @@ def test_a_row_is_followed_by_its_number_or_by_a_click_on_the_map(opened, forwar
 
     lse = forward.recording.result.lse
     assert final() == pytest.approx(lse[forward.row], rel=1e-3)
-    for wanted, row in (9, 9), (99, 15), (-3, 0):
+    for wanted, row in (9, 9), (2.7, 3), (99, 15), (-3, 0):
         page.fill("#followed", str(wanted))
         page.press("#followed", "Enter")
         assert page.input_value("#followed") == str(row)
@@ -290,6 +293,26 @@ def test_the_map_says_how_often_a_row_was_read(opened, forward):
     assert page.evaluate("panels.map(p => [...new Set(p.counts)])") == [[1], [4], [4], [1], [1]]
 
 
+def test_the_map_legend_reads_as_a_range_where_its_colours_are_not_seen(opened, forward):
+    page = opened(forward.html())
+    legends = page.eval_on_selector_all(".times", "all => all.map(x => x.textContent)")
+    assert legends == ["read: 0 to 4 times", "written: 0 to 1 time"]
+
+
+def test_a_text_that_changed_is_shown_as_it_is_and_is_no_array(opened):
+    page = opened(View(record(counts_up, np.arange(3.0))).html())
+    for step, said in (0, "n = 0"), (1, "n = 1"):
+        go(page, step)
+        assert page.inner_text("#changed .value") == said
+        assert page.evaluate("steps[k].changed.every((x) => x.array === undefined)")
+
+
+def counts_up(x):
+    n = 0
+    n += 1
+    return x[n]
+
+
 def test_changed_numbers_are_marked_and_only_they(opened, forward):
     page, run = opened(forward.html()), forward.recording
     step = next(
@@ -366,6 +389,14 @@ def test_nothing_is_cut_off_at_any_width(opened, views, which):
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             assert page.evaluate("$('source').scrollWidth <= $('source').clientWidth")
             assert page.evaluate(OUTSIDE) == []
+
+
+def test_in_a_notebook_the_followed_row_is_in_sight(opened, forward):
+    page = opened(forward.html(), (860, 800))
+    go(page, 22)
+    for place in ".line.on", "#turns tr.mine":
+        box = page.locator(place).bounding_box()
+        assert 0 < box["y"] < box["y"] + box["height"] <= 800
 
 
 def test_on_a_phone_the_controls_stay_in_reach_and_are_large(opened, forward):
@@ -483,9 +514,6 @@ def test_nothing_moves_by_itself(opened, forward):
 
 
 def test_without_memory_there_is_source_and_values(opened):
-    from flashsim.record import record
-    from flashsim.viewer import View
-
     page = opened(View(record(doubled, np.arange(3.0))).html())
     assert not page.is_visible("#memory")
     assert not page.is_visible("#row")

@@ -1,8 +1,7 @@
 "use strict";
-// Shows a recording, of which flashsim/viewer.py says how it is written down. A page at step k is a
+// Shows a recording, of which flashsim/page_data.py says how D holds it. A page at step k is a
 // function of k alone: `replay` adds up the events until then, the others show what it found.
 
-const D = JSON.parse(document.getElementById("data").textContent);
 const LAST = D.steps.length - 1;
 const READ = 0, WRITE = 1, EVICT = 4;
 const MOST_ROWS = 16; // of a table are shown
@@ -36,7 +35,8 @@ const steps = D.steps.map(([fn, line, events, changed, chip]) => ({
   changed: changed.map(([place, value, right]) => ({
     ...places[place],
     text: typeof value === "string" ? value : undefined,
-    array: arrays[value], right: arrays[right],
+    array: typeof value === "string" ? undefined : arrays[value], // of "4", arrays["4"] is another
+    right: arrays[right],
   })),
   held: D.chips[chip].map((n) => D.held[n]), // [name, size] of each tile
 }));
@@ -292,8 +292,9 @@ function showMap(now) {
   }
   for (const [kind, id] of [[READ, "reads"], [WRITE, "writes"]]) {
     const shown = most[kind] <= 7 ? [...Array(most[kind] + 1).keys()] : [0, 1, ...[2, 3, 4, 5].map((n) => Math.round((most[kind] * n) / 5))];
-    $(id).replaceChildren(`${kind === READ ? "read" : "written"}: 0`, element("span", { className: "scale", "aria-hidden": "true" },
-      ...shown.map((times) => element("span", { style: `background: ${colour.heat[kind][times]}` }))), `${most[kind]} time${most[kind] === 1 ? "" : "s"}`);
+    $(id).replaceChildren(`${kind === READ ? "read" : "written"}: 0 `, element("span", { className: "scale", "aria-hidden": "true" },
+      ...shown.map((times) => element("span", { style: `background: ${colour.heat[kind][times]}` }))),
+      element("span", { className: "unseen" }, "to "), `${most[kind]} time${most[kind] === 1 ? "" : "s"}`);
   }
 }
 
@@ -302,7 +303,7 @@ function showMap(now) {
 let row = D.row;
 
 function follow(chosen) {
-  row = Math.max(0, Math.min(D.rows - 1, chosen || 0));
+  row = Math.max(0, Math.min(D.rows - 1, Math.round(chosen) || 0));
   $("followed").value = row;
   show();
 }
