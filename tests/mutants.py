@@ -255,7 +255,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("the mask is that of the first item", "None else self.array[at]", "None else self.array[(*(0,) * len(at[:-1]), at[-1])]"),
     ],
     ("problem.py::Problem.dropout", "dropout"): [
-        ("the item is its first index", "int(np.ravel_multi_index(at[:-1], self.q.shape[:-3]))", "at[0]"),
+        ("the item is its first index", "self._item(at)", "at[0]"),
         ("the head is that of the keys", "at[-1])", "at[-1] // self.group)"),
     ],
     ("attention.py", "faults front_door"): [
@@ -672,7 +672,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("given projections mix padded keys in", "np.where(real[..., None, :], x, dtype.type(0))", "np.where(real[..., None, :] | True, x, dtype.type(0))"),
     ],
     ("reference.py::_Rows", "approximations"): [
-        ("mixing is wrong by far more than it is", "np.sqrt(mixed) * sizes[1]", "np.sqrt(mixed) * 999 * sizes[1]"),
+        ("mixing is wrong by far more than it is", "np.sqrt(mixed) * summed", "np.sqrt(mixed) * 999 * summed"),
         ("values are mixed by E", "E @ self.K, F @ self.V", "E @ self.K, E @ self.V"),
     ],
     ("cost/counts.py::square_tiles", "small_sram counts"): [
