@@ -186,6 +186,10 @@ def test_a_swipe_over_the_source_steps(opened, forward):
         ):
             client.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
 
+    # A scroller does not inherit this, and without it a swipe to the right may leave the page.
+    for panned in "#code", "#source":
+        allowed = f"getComputedStyle(document.querySelector('{panned}')).touchAction"
+        assert page.evaluate(allowed) == "pan-y pinch-zoom"
     x, y = box["x"] + box["width"] / 2, box["y"] + 60
     swipe(x, y, -90, 5)
     expect(page.locator("#position")).to_contain_text("1 /")
