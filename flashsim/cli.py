@@ -7,23 +7,31 @@ on stderr that says which and why. What takes long to import is imported where i
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from . import __version__, cli_cost, cli_gpu, cli_papers, cli_studies, cli_view
+from .cli_options import (
+    Causal,
+    Csv,
+    Json,
+    Plot,
+    blocks_kept,
+    check_output,
+    check_rule,
+    finish,
+    integers,
+    progress,
+    tile_rows,
+)
 
 if TYPE_CHECKING:
     from .inputs import Inputs
-    from .tables import Report
     from .verify import Budget, Record
 
 DEFAULT_SRAM_KB = 32
@@ -144,7 +152,6 @@ Backward = Annotated[bool, typer.Option("--backward", help="Add the backward pas
 DeviceName = Annotated[
     str, typer.Option(metavar="NAME", help="GPU whose memory bandwidth gives the time.")
 ]
-Causal = Annotated[bool, typer.Option("--causal", help="Mask the future.")]
 CausalAlign = Annotated[
     str, typer.Option(help="Where the lengths differ: bottom-right or top-left (PyTorch's).")
 ]
@@ -153,12 +160,6 @@ Window = Annotated[
     typer.Option(
         metavar="L,R", help="Query i sees keys i-L to i+R; leave a side empty for no limit."
     ),
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of the table.")]
-Csv = Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
 ]
 
 
@@ -229,7 +230,7 @@ def run(
 
     With --backward so must the gradients of sum(output * do): a second table.
     """
-    _check_output(json, csv, plot)
+    check_output(json, csv, plot)
     from . import reports, verify
     from .cost.devices import device as preset
 
@@ -250,18 +251,18 @@ def run(
         fp8=fp8, exp_emulation=exp_emulation, block_tables=page_size,
     )  # fmt: skip
     chosen = verify.variants(algorithm or [], backward, given)
-    size = _tiles(tiles)
+    size = tile_rows(tiles)
     if layout is not None:
         lengths = inputs.q.shape[-2], inputs.k.shape[-2]
-        size, what["block_mask"] = _layout(layout, size, *lengths)
-    with _progress(len(chosen) + 1 + backward) as on_step:
+        size, what["block_mask"] = blocks_kept(layout, size, *lengths)
+    with progress(len(chosen) + 1 + backward) as on_step:
         records = verify.run_records(
             inputs, chosen, budget=budget, tiles=size, device=gpu,
             tolerance=tolerance, on_step=on_step, do=do, **what,
         )  # fmt: skip
     if plot is not None:
         _plot_traffic(plot, inputs.origin, records)
-    _finish(reports.run_report(inputs, records, budget, gpu, what, layout), json, csv)
+    finish(reports.run_report(inputs, records, budget, gpu, what, layout), json, csv)
 
 
 @app.command()
@@ -307,11 +308,11 @@ def io(
     plot: Plot = None,
 ) -> None:
     """What attention costs at any size, in closed form: nothing is run."""
-    _check_output(json, csv, plot)
+    check_output(json, csv, plot)
     from . import reports, verify
     from .cost.devices import device as preset
 
-    _check_rule(rule, tiles)
+    check_rule(rule, tiles)
     gpu = preset(device)
     budget = _budget(sram, sram_kb, gpu.sram_bytes_per_block)
     problem: dict[str, Any] = {
@@ -323,9 +324,9 @@ def io(
     }  # fmt: skip
     if rule is not None and layout is not None:
         raise ValueError(f"--rule {rule}: expected none, as the tiles are the blocks of --layout")
-    size, keep = _tiles(tiles), None
+    size, keep = tile_rows(tiles), None
     if layout is not None:
-        size, keep = _layout(layout, size, problem["N"], problem["Nk"])
+        size, keep = blocks_kept(layout, size, problem["N"], problem["Nk"])
     elif size is None and rule is None:
         rule = "strict"
     given = _given(
@@ -339,7 +340,7 @@ def io(
     )  # fmt: skip
     if plot is not None:
         _plot_traffic(plot, f"N = {N}, d = {d}", records)
-    _finish(reports.io_report(problem, records, budget, gpu, rule, layout, keep), json, csv)
+    finish(reports.io_report(problem, records, budget, gpu, rule, layout, keep), json, csv)
 
 
 @app.command()
@@ -371,7 +372,7 @@ def layouts(
     csv: Csv = False,
 ) -> None:
     """What block layouts drop on an input, and what they save: the price of the approximation."""
-    _check_output(json, csv, None)
+    check_output(json, csv, None)
     from . import reports, verify
     from .checks import integer
 
@@ -382,13 +383,13 @@ def layouts(
         blocks = (integer("block", block, 1),) * 2
     names = layout or verify.USUAL_LAYOUTS
     what = {"is_causal": causal}
-    with _progress(len(names) + 1) as on_step:
+    with progress(len(names) + 1) as on_step:
         records, missing = verify.layout_records(
             inputs, names, blocks=blocks, on_step=on_step, **what
         )
     if layout and missing:
         raise ValueError(missing[0])
-    _finish(reports.layouts_report(inputs, records, missing, what), json, csv)
+    finish(reports.layouts_report(inputs, records, missing, what), json, csv)
 
 
 @app.command()
@@ -400,14 +401,14 @@ def devices(
     csv: Csv = False,
 ) -> None:
     """GPUs that the other commands know, with the sources of their figures."""
-    _check_output(json, csv, None)
+    check_output(json, csv, None)
     from . import reports
     from .cost.devices import DEVICES
     from .cost.devices import device as preset
 
     if name is None:
-        _finish(reports.devices_report(list(DEVICES.values())), json, csv)
-    _finish(reports.device_report(preset(name)), json, csv)
+        finish(reports.devices_report(list(DEVICES.values())), json, csv)
+    finish(reports.device_report(preset(name)), json, csv)
 
 
 app.command()(cli_cost.sweep)
@@ -423,26 +424,6 @@ app.command()(cli_studies.approximations)
 app.command()(cli_gpu.bench)
 app.command()(cli_gpu.compare)
 app.command()(cli_view.view)
-
-
-def _check_output(json: bool, csv: bool, plot: Path | None) -> None:
-    """Refuse an output that cannot be written before anything is computed."""
-    if json and csv:
-        raise ValueError("--csv: expected no second format, as --json is given")
-    if plot is not None:
-        from .plots import checked_path
-
-        checked_path(plot)
-        # Where its cache cannot be written, Matplotlib says so in lines that are not ours.
-        logging.getLogger("matplotlib").setLevel(logging.ERROR)
-
-
-def _finish(report: Report, json: bool, csv: bool) -> NoReturn:
-    from . import tables
-
-    write = tables.write_json if json else tables.write_csv if csv else tables.write_table
-    write(report)
-    raise typer.Exit(1 if report.failures else 0)
 
 
 def _plot_traffic(path: Path, title: str, records: list[Record]) -> None:
@@ -471,46 +452,11 @@ def _inputs(
     if file is not None:
         return read_inputs(file)
     if shape is not None:
-        batch, heads, N, d = _integers("shape", shape, "B,H,N,d")
+        batch, heads, N, d = integers("shape", shape, "B,H,N,d")
         return random_inputs((batch, heads, N, d), seed or 0, dtype or "float32")
     from .sample import load_sample
 
     return load_sample()
-
-
-def _integers(name: str, text: str, form: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) != len(form.split(",")):
-        raise ValueError(f"--{name} {text}: expected {form}, integers")
-    return numbers
-
-
-def _tiles(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    Br, Bc = _integers("tiles", text, "Br,Bc")
-    return Br, Bc
-
-
-def _check_rule(rule: str | None, tiles: str | None) -> None:
-    """Refuse a rule that would be ignored."""
-    if rule is not None and tiles is not None:
-        raise ValueError(f"--rule {rule}: expected none, as --tiles {tiles} gives the tiles")
-
-
-def _layout(
-    name: str, blocks: tuple[int, int] | None, Nq: int, Nk: int
-) -> tuple[tuple[int, int], Any]:
-    """The blocks of a layout, and which of them it keeps."""
-    from . import checks, verify
-
-    if blocks is None:
-        blocks = verify.block_sizes(Nq, Nk)
-    blocks = checks.clamped(checks.pair_of_tiles(blocks), Nq, Nk)
-    return blocks, verify.named_layout(name, blocks, Nq, Nk)
 
 
 def _given(**own: Any) -> list[str]:
@@ -550,26 +496,3 @@ def _budget(sram: int | None, sram_kb: float | None, default_bytes: int) -> Budg
     if sram is not None:
         return {"sram": sram}
     return {"sram_bytes": default_bytes if sram_kb is None else int(sram_kb * 1024)}
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A function to be told each step as it starts; after a second a terminal shows a bar."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}")
-    bar = Progress(*columns, console=console, transient=True)
-    task = bar.add_task("", total=steps, completed=-1)
-    timer = Timer(1.0, bar.start)
-    if console.is_terminal:
-        timer.start()
-    try:
-        yield lambda what: bar.update(task, advance=1, description=what)
-    finally:
-        timer.cancel()
-        if console.is_terminal:
-            timer.join()
-        if bar.live.is_started:
-            bar.stop()

@@ -7,6 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from .cli_options import (
+    Causal,
+    Csv,
+    Json,
+    Plot,
+    blocks_kept,
+    check_output,
+    check_rule,
+    finish,
+    integers,
+    progress,
+    tile_rows,
+)
+
 if TYPE_CHECKING:
     from .cost.cache import DramCost
 
@@ -59,20 +73,15 @@ def sweep(
     backward: Annotated[
         bool, typer.Option("--backward", help="The backward pass instead.")
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="One JSON document instead of the table.")
-    ] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")] = False,
+    json: Json = False,
+    csv: Csv = False,
     parquet: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="Write all points of a grid as Parquet too; needs pyarrow."
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
-    ] = None,
+    plot: Plot = None,
 ) -> None:  # fmt: skip
     """Verify how traffic grows or, given ranges, tabulate the closed forms over a grid.
 
@@ -84,9 +93,7 @@ def sweep(
     and ranges. What does not fit on the chip is a point too. --plot draws what the ranges ask: IO
     over M, IO and time over the tiles, or who wins over N and d.
     """
-    from . import cli
-
-    cli._check_output(json, csv, plot)
+    check_output(json, csv, plot)
     if parquet is not None and parquet.suffix.lower() != ".parquet":
         raise ValueError(f"--parquet {parquet}: expected a file name that ends in .parquet")
     given: dict[str, Any] = {
@@ -104,7 +111,7 @@ def sweep(
     from .cost.report import grid_report
 
     given = {"d": "64", **given, "N": N, "backward": backward}
-    with cli._progress(cost.steps(**given)) as on_step:
+    with progress(cost.steps(**given)) as on_step:
         points = cost.grid(**given, on_step=on_step)
     if parquet is not None:
         points.to_parquet(parquet)
@@ -112,22 +119,22 @@ def sweep(
         from .cost.grid_plots import grid_panels
 
         grid_panels(plot, points)
-    cli._finish(grid_report(points, given), json, csv)
+    finish(grid_report(points, given), json, csv)
 
 
 def _verify(parts: list[str], json: bool, csv: bool, plot: Path | None) -> NoReturn:
-    from . import cli, reports
+    from . import reports
     from .cost import sweep as cost
 
     chosen = cost.chosen_parts(parts)
-    with cli._progress(cost.steps(chosen)) as on_step:
+    with progress(cost.steps(chosen)) as on_step:
         series = [s for name in chosen if name != "sparse" for s in cost.sweep(name, on_step)]
         lines = cost.densities(on_step) if "sparse" in chosen else []
     if plot is not None:
         from .plots import growth_lines
 
         growth_lines(plot, series, cost.FITTED, lines)
-    cli._finish(reports.sweep_report(series, lines), json, csv)
+    finish(reports.sweep_report(series, lines), json, csv)
 
 
 def tiles(
@@ -144,24 +151,22 @@ def tiles(
     dtype: Annotated[
         str, typer.Option(help="Of what the shared memory of a GPU holds.")
     ] = "float16",
-    json: Annotated[
-        bool, typer.Option("--json", help="One JSON document instead of the table.")
-    ] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")] = False,
+    json: Json = False,
+    csv: Csv = False,
 ) -> None:
     """The tiles of each rule, what they need and move, and where the paper's do not fit in M.
 
     For every algorithm and pass: paper (as printed), strict (the largest of that shape that fit),
     optimal (fewest elements moved) and hardware (fewest among multiples of 16).
     """
-    from . import checks, cli
+    from . import checks
     from .cost import tiles as rules
     from .cost.devices import DEVICES
     from .cost.devices import device as preset
     from .cost.io import DTYPES
     from .cost.report import tiles_report
 
-    cli._check_output(json, csv, None)
+    check_output(json, csv, None)
     gpu = preset(device)
     itemsize = DTYPES[checks.choice("dtype", dtype, DTYPES)].itemsize
     M = checks.integer("sram", gpu.sram_bytes_per_block // itemsize if sram is None else sram, 1)
@@ -178,7 +183,7 @@ def tiles(
         }
         for key, each in DEVICES.items()
     }
-    cli._finish(tiles_report(list(rules.choices(N, d, M, dv)), overflows, given), json, csv)
+    finish(tiles_report(list(rules.choices(N, d, M, dv)), overflows, given), json, csv)
 
 
 def roofline(
@@ -205,28 +210,23 @@ def roofline(
             metavar="Br,Bc", help="Rows of a query and of a key tile.", show_default="by the rule"
         ),
     ] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="Mask the future.")] = False,
+    causal: Causal = False,
     device: Annotated[str, typer.Option(metavar="NAME", help="GPU.")] = "h200",
-    json: Annotated[
-        bool, typer.Option("--json", help="One JSON document instead of the table.")
-    ] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
-    ] = None,
+    json: Json = False,
+    csv: Csv = False,
+    plot: Plot = None,
 ) -> None:  # fmt: skip
     """How long memory, matrix units and exponentials take, and which of them binds.
 
     Closed forms over peak rates: the longest is a lower time, the sum one without any overlap.
     """
-    from . import checks, cli, verify
+    from . import checks, verify
     from .cost.devices import device as preset
     from .cost.report import roofline_report, timed
     from .cost.roofline import tile_cycles
 
-    cli._check_output(json, csv, plot)
-    cli._check_rule(rule, tiles)
+    check_output(json, csv, plot)
+    check_rule(rule, tiles)
     for name, size in (("N", N), ("heads", heads), ("batch", batch)):
         checks.integer(name, size, 1)  # where nothing is done, nothing binds
     gpu = preset(device)
@@ -236,7 +236,7 @@ def roofline(
     }  # fmt: skip
     records = verify.io_records(
         verify.variants(algorithm or [], backward), Nk=N, dv=d, rule=rule or "strict",
-        tiles=cli._tiles(tiles), budget={"sram_bytes": gpu.sram_bytes_per_block}, device=gpu,
+        tiles=tile_rows(tiles), budget={"sram_bytes": gpu.sram_bytes_per_block}, device=gpu,
         backward=backward, **given,
     )  # fmt: skip
     records = timed(records, gpu, dtype)
@@ -247,7 +247,7 @@ def roofline(
 
         title = f"{gpu.name}: batch {batch}, heads {heads}, N = {N}, d = {d}"
         draw(plot, title + (", causal" if causal else ""), records, gpu, dtype, d)
-    cli._finish(roofline_report(records, cycles, gpu, given), json, csv)
+    finish(roofline_report(records, cycles, gpu, given), json, csv)
 
 
 Length = Annotated[int, typer.Option("--N", "-N", help="Queries, and keys.")]
@@ -263,13 +263,6 @@ BlocksAnSm = Annotated[
     typer.Option(
         help="Thread blocks that an SM holds.", show_default="by the shared memory of the tiles"
     ),
-]
-Causal = Annotated[bool, typer.Option("--causal", help="Mask the future.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of the table.")]
-Csv = Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
 ]
 
 
@@ -292,9 +285,7 @@ def waves(
     FlashAttention has a block for each head, FlashAttention-2 for each row tile, Flash-Decoding for
     each part of the keys of one query. --causal adds the orders that mend the imbalance.
     """
-    from . import cli
-
-    cli._check_output(json, csv, plot)
+    check_output(json, csv, plot)
     from .cost import waves as cost
     from .cost.blocks import call
     from .cost.devices import device as preset
@@ -314,7 +305,7 @@ def waves(
         from .cost.plots import utilisation_and_schedules
 
         utilisation_and_schedules(plot, problem, gpu, blocks)
-    cli._finish(waves_report(found, gpu, blocks, problem, need), json, csv)
+    finish(waves_report(found, gpu, blocks, problem, need), json, csv)
 
 
 def l2(
@@ -365,9 +356,7 @@ def l2(
     Each algorithm as it is, and the last once more with blocks that scan their inner loop by turns
     forward and backward.
     """
-    from . import cli
-
-    cli._check_output(json, csv, plot)
+    check_output(json, csv, plot)
     from .cost import cache as cost
     from .cost.blocks import call
     from .cost.devices import device as preset
@@ -380,7 +369,7 @@ def l2(
     }  # fmt: skip
     what = {"problem": dict(problem), "layout": layout, "policy": policy, "jitter": jitter}
     if layout is not None:
-        _, problem["block_mask"] = cli._layout(layout, (problem["Br"], problem["Bc"]), N, N)
+        _, problem["block_mask"] = blocks_kept(layout, (problem["Br"], problem["Bc"]), N, N)
     names = list(dict.fromkeys(algorithm or ["standard", "flash1", "flash2"]))
     asked = {name: call(name, **problem) for name in names}
     once = {name: one.compulsory_read_bytes for name, one in asked.items()}
@@ -395,7 +384,7 @@ def l2(
     sizes = [size] if plot is None else cost.sizes_around(size)
     slots = None if blocks is None else blocks * gpu.sm_count
     found: dict[str, list[DramCost]] = {run: [] for run in runs}
-    with cli._progress(len(runs) * len(sizes)) as on_step:
+    with progress(len(runs) * len(sizes)) as on_step:
         for run, (name, scan) in runs.items():
             for l2_bytes in sizes:
                 on_step(f"{run}, L2 of {l2_bytes / 2**20:.3g} MB")
@@ -413,13 +402,11 @@ def l2(
     what["l2_bytes"] = size
     own = {run: all_sizes[sizes.index(size)] for run, all_sizes in found.items()}
     needs = {name: one.tile_bytes for name, one in asked.items()} if blocks is None else {}
-    cli._finish(l2_report(own, once, gpu, what, needs), json, csv)
+    finish(l2_report(own, once, gpu, what, needs), json, csv)
 
 
 def _given_tiles(text: str) -> dict[str, int]:
-    from . import cli
-
-    Br, Bc = cli._integers("tiles", text, "Br,Bc")
+    Br, Bc = integers("tiles", text, "Br,Bc")
     return {"Br": Br, "Bc": Bc}
 
 
@@ -447,14 +434,9 @@ def schedule(
     operations: Annotated[
         bool, typer.Option("--operations", help="In JSON and CSV, every operation: the timeline.")
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="One JSON document instead of the table.")
-    ] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
-    ] = None,
+    json: Json = False,
+    csv: Csv = False,
+    plot: Plot = None,
 ) -> None:
     """FlashAttention-3's pipelines: what overlaps, and how busy that leaves the matrix units.
 
@@ -462,13 +444,12 @@ def schedule(
     """
     from dataclasses import replace
 
-    from . import cli
     from .checks import integer
     from .cost.devices import device as preset
     from .cost.schedule import PIPELINES, tile_times, timeline
     from .cost.schedule_report import schedule_report, timelines
 
-    cli._check_output(json, csv, plot)
+    check_output(json, csv, plot)
     gpu = preset(device)
     given = {"matmul": matmul, "exp": exp, "copy": copy}
     times = replace(
@@ -481,4 +462,4 @@ def schedule(
         timelines(plot, found, gpu)
     peak = gpu.fp8_flops_per_second if fp8 else gpu.half_flops_per_second
     problem = {"N": N, "d": d, "Br": Br, "Bc": Bc, "dtype": "fp8" if fp8 else "float16"}
-    cli._finish(schedule_report(found, gpu, peak or 0.0, problem, operations), json, csv)
+    finish(schedule_report(found, gpu, peak or 0.0, problem, operations), json, csv)

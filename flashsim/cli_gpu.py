@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .cli_options import Csv, Json, Plot, check_output, finish, integers, progress
+
 
 def bench(
     shape: Annotated[
@@ -46,14 +48,14 @@ def bench(
     ] = None,
 ) -> None:
     """Time the kernels on this GPU over their tiles, with and without their arithmetic."""
-    from . import checks, cli, tables
+    from . import checks, tables
     from .measure import bench as bench_module
     from .measure.cases import STEPS, Shape, usual
     from .measure.report import bench_report
 
     shapes: list[Shape] = []
     for text in shape or []:
-        batch, heads, N, d = cli._integers("shape", text, "B,H,N,d")
+        batch, heads, N, d = integers("shape", text, "B,H,N,d")
         for name, value in zip("BHNd", (batch, heads, N, d), strict=True):
             checks.integer(f"shape: {name}", value, 1)
         shapes.append((batch, heads, N, d))
@@ -67,7 +69,7 @@ def bench(
         if not algorithm or case.algorithm in algorithm
     ]
     bench_module.require_gpu()
-    with cli._progress(bench_module.stages(cases, counters)) as on_step:
+    with progress(bench_module.stages(cases, counters)) as on_step:
         data = bench_module.bench(
             cases, count=counters, flush=flush, peers=peers, commit=commit, on_step=on_step
         )
@@ -84,26 +86,20 @@ def compare(
             show_default="the recorded one of an H200",
         ),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="One JSON document instead of the tables.")
-    ] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="CSV instead of the tables.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
-    ] = None,
+    json: Json = False,
+    csv: Csv = False,
+    plot: Plot = None,
 ) -> None:
     """Hold measured bytes and times of the kernels against the model."""
-    from . import cli
     from .measure.compare import compare as compared
     from .measure.compare import recorded
     from .measure.report import compare_report
 
-    cli._check_output(json, csv, plot)
+    check_output(json, csv, plot)
     found = compared(recorded(file))
     if plot is not None:
         from .measure.plots import comparison
 
         comparison(plot, found)
     source = str(file) if file is not None else "recorded, in the package"
-    cli._finish(compare_report(found, source), json, csv)
+    finish(compare_report(found, source), json, csv)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of the table.")]
-Csv = Annotated[bool, typer.Option("--csv", help="CSV instead of the table.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write a picture too: .png, .svg or .pdf."),
-]
+from .cli_options import Csv, Json, Plot, check_output, finish, progress
+
 WIDTHS = (64, 128, 256)
 
 
@@ -27,14 +22,13 @@ def small_sram(
 
     FlashAttention-2 and the two strategies that keep a tile of scores are run within each budget.
     """
-    from . import cli
     from .checks import integer
     from .cost import small_sram as study
     from .cost.study_reports import FAR, small_sram_report
 
-    cli._check_output(json, csv, plot)
+    check_output(json, csv, plot)
     N, d = integer("N", N, 1), integer("d", d, 4)
-    with cli._progress(len(study.RATIOS) + len(WIDTHS)) as on_step:
+    with progress(len(study.RATIOS) + len(WIDTHS)) as on_step:
         rows = study.compare(N, d, on_step=on_step)
         crossovers = {}
         for width in WIDTHS:
@@ -46,7 +40,7 @@ def small_sram(
         ratios = [2 ** (n / 8) for n in range(-32, 25)]
         far = study.compare(FAR, WIDTHS[0], ratios, execute=False)
         small_sram_lines(plot, rows, far, crossovers[WIDTHS[0]])
-    cli._finish(small_sram_report(N, d, rows, crossovers), json, csv)
+    finish(small_sram_report(N, d, rows, crossovers), json, csv)
 
 
 def standard(json: Json = False, csv: Csv = False) -> None:
@@ -54,14 +48,13 @@ def standard(json: Json = False, csv: Csv = False) -> None:
 
     Each way is run small, and its closed form is that of Fig. 2 of the FlashAttention paper.
     """
-    from . import cli
     from .cost import standard_kernels as study
     from .cost.study_reports import standard_report
 
-    cli._check_output(json, csv, None)
-    with cli._progress(len(study.WAYS)) as on_step:
+    check_output(json, csv, None)
+    with progress(len(study.WAYS)) as on_step:
         found = list(study.ways(on_step))
-    cli._finish(standard_report(found), json, csv)
+    finish(standard_report(found), json, csv)
 
 
 def approximations(
@@ -76,15 +69,14 @@ def approximations(
 
     FLOPs, bytes and time over the length, where they cross, and the error on the built-in sample.
     """
-    from . import cli
     from .cost import approximations as study
     from .cost.devices import device as preset
     from .cost.study_reports import approximations_report
     from .papers import tables
 
-    cli._check_output(json, csv, plot)
+    check_output(json, csv, plot)
     gpu = preset(device)
-    with cli._progress(2 + len(study.SAMPLE_WINDOWS) + len(study.SAMPLE_MIXED)) as on_step:
+    with progress(2 + len(study.SAMPLE_WINDOWS) + len(study.SAMPLE_MIXED)) as on_step:
         on_step("closed forms")
         points = study.points(gpu)
         on_step("small runs")
@@ -94,4 +86,4 @@ def approximations(
         from .cost.study_plots import approximation_lines
 
         approximation_lines(plot, gpu, points, tables()[18])
-    cli._finish(approximations_report(gpu, points, held, errors, tables()), json, csv)
+    finish(approximations_report(gpu, points, held, errors, tables()), json, csv)

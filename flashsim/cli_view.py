@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .cli_options import Causal, blocks_kept, tile_rows
+
 
 def view(
     algorithm: Annotated[
@@ -49,7 +51,7 @@ def view(
         str | None,
         typer.Option(metavar="NAME", help="As for run: keep only some blocks of the scores."),
     ] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="Mask the future.")] = False,
+    causal: Causal = False,
     row: Annotated[
         int | None,
         typer.Option(
@@ -67,12 +69,12 @@ def view(
 
     The page is one file and works offline.
     """
-    from . import checks, cli, failures, verify, viewer
+    from . import checks, failures, verify, viewer
     from .algorithms import ALGORITHMS
 
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise ValueError(f"--out {out}: expected a file to write, in a folder that exists")
-    size = cli._tiles(tiles)
+    size = tile_rows(tiles)
     given = {"N": N, "d": d, "seed": seed}
     numbers = {name: value for name, value in given.items() if value is not None}
     if failure is not None:
@@ -94,7 +96,7 @@ def view(
             what["convention"] = checks.choice("convention", convention, dict.fromkeys(known))
         if layout is not None:
             length = viewer.N if N is None else N
-            size, what["block_mask"] = cli._layout(layout, size, length, length)
+            size, what["block_mask"] = blocks_kept(layout, size, length, length)
         page = viewer.view(
             name, backward=backward, tiles=size, sram=sram, row=row, is_causal=causal,
             **numbers, **what,

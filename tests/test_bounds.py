@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import flashsim as fs
 from flashsim import cli
 from flashsim.algorithms import ALGORITHMS
+from flashsim.cli_options import blocks_kept
 from flashsim.cost.bounds import BOUNDS, COMPULSORY, COMPULSORY_BACKWARD, Work, best
 from flashsim.masks import Layout, Mask, band
 from flashsim.problem import checked
@@ -298,7 +299,7 @@ def test_io_of_a_layout_bounds_what_its_blocks_keep():
         io("-N", 4096, "--layout", "random:0.25", "--sram", 8192, "--tiles", "64,64", "--json")
     )
     (record, *_) = found["records"]
-    keep = cli._layout("random:0.25", (64, 64), 4096, 4096)[1]
+    keep = blocks_kept("random:0.25", (64, 64), 4096, 4096)[1]
     work = Work.of(Mask(4096, 4096, layout=Layout(keep, 64, 64)), 64, 64)
     assert work.scores == keep.sum() * 64 * 64
     assert record["bound_elements"] == best(work, max(8192, record["sram_elements"]))[0]
