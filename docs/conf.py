@@ -60,6 +60,7 @@ html_static_path += [
 nb_execution_mode = "force"
 nb_execution_show_tb = True
 nb_execution_timeout = 120
+nb_merge_streams = True  # what a cell prints stays in one piece
 
 # Sphinx reads sources below docs/ only, while the notebooks stand at the top of the repository.
 copies = here / "_notebooks"
