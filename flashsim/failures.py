@@ -206,7 +206,7 @@ class Comparison:
 
         See `flashsim.viewer.View`.
         """
-        from .viewer import View
+        from .viewer import View, standard_traffic
 
         call = self.call
         (Nq, Nk), (Br, Bc) = call.problem.lengths, call.tiles
@@ -215,6 +215,7 @@ class Comparison:
             title="FlashAttention-2 with a fault",
             subtitle=f"{self.name}; N = {Nq}; Nk = {Nk}; tiles {Br} × {Bc}",
             closed_form_elements=call.closed_form_elements,
+            standard=standard_traffic(*call.head, sram=call.sram, **call.what),
             row=self.where[0],
             right=call.record(flash2.flash_attention_2),
             note=f"A deliberate fault: {self.failure.title}. {self._sentence()}",
@@ -315,9 +316,9 @@ def show(
         "dropout_p": failure.dropout_p if dropout_p is None else dropout_p,
         "seed": seed,
     }
-    problem = checked(q, k, v, **what)
+    lengths = checked(q, k, v, **what).lengths
     given = failure.tiles if tiles is None else checks.pair_of_tiles(tiles)
-    call = _Call(problem, clamped(given, *problem.lengths))
+    call = _Call((q, k, v), what, clamped(given, *lengths))
     right, wrong = (call.run(fn)[failure.shows] for fn in (flash2.flash_attention_2, faulty(name)))
     reference = exact(q, k, v, **what)
     truth = reference.output if failure.shows == "output" else reference.lse
@@ -338,15 +339,25 @@ def show(
 
 @dataclass(frozen=True)
 class _Call:
-    """A head, and the tiles to run it with."""
+    """One head, q, k and v, what to compute of it, and the tiles to run it with."""
 
-    problem: Problem
+    head: tuple[Any, Any, Any]
+    what: dict[str, Any]
     tiles: tuple[int, int]
 
+    @property
+    def problem(self) -> Problem:
+        return checked(*self.head, **self.what)
+
+    @property
+    def sram(self) -> int:
+        """Elements of a chip that the tiles just fill."""
+        return FLASH2.needs(self.problem.head, *self.tiles)[0]
+
     def arguments(self) -> tuple[list[Hbm], dict[str, Any]]:
-        """Those of `flash_attention_2`, on a chip that its tiles just fill."""
-        problem, head, (Br, Bc) = self.problem, self.problem.head, self.tiles
-        machine = Machine(sram=FLASH2.needs(head, Br, Bc)[0])
+        """Those of `flash_attention_2`, on such a chip."""
+        problem, (Br, Bc), machine = self.problem, self.tiles, Machine(sram=self.sram)
+        head = problem.head
         O = np.full((head.Nq, head.dv), np.nan, problem.q.dtype)
         L = np.full(head.Nq, np.nan, widened(problem.q.dtype))
         arrays = machine.hbm(**problem.inputs((0,)), O=O, L=L)
@@ -370,8 +381,8 @@ class _Call:
     @property
     def closed_form_elements(self) -> int:
         """What the right algorithm reads and writes."""
-        head = replace(self.problem.head, mask=self.problem.mask((0,)))
-        Br, Bc = self.tiles
+        problem, (Br, Bc) = self.problem, self.tiles
+        head = replace(problem.head, mask=problem.mask((0,)))
         return FLASH2.count(head, Br=Br, Bc=Bc, elide=False).total_elements
 
 

@@ -285,15 +285,18 @@ def _text(where: Any, within: tuple[slice, ...] = ()) -> str:
     if isinstance(where, np.ndarray):  # rows through a table, each run of them
         runs = np.split(where, np.flatnonzero(np.diff(where) != 1) + 1)
         return " and ".join(f"{run[0]}:{run[-1] + 1}" for run in runs if len(run))
-    parts = where if isinstance(where, tuple) else (where,)
-    if within:  # as the larger array counts them
-        parts += tuple(slice(0, side.stop - side.start) for side in within[len(parts) :])
-        moved = (
-            slice(side.start + p.start, side.start + p.stop)
-            for side, p in zip(within, parts, strict=False)
-        )
-        parts = (*moved, *parts[len(within) :])
+    parts = _moved(where if isinstance(where, tuple) else (where,), within)
     return ", ".join(f"{p.start}:{p.stop}" if isinstance(p, slice) else str(p) for p in parts)
+
+
+def _moved(parts: tuple[Any, ...], within: tuple[slice, ...]) -> tuple[Any, ...]:
+    """Rows (and columns) of a part of an array, as the larger array counts them."""
+    parts += tuple(slice(0, side.stop - side.start) for side in within[len(parts) :])
+    moved = (
+        slice(side.start + p.start, side.start + p.stop)
+        for side, p in zip(within, parts, strict=False)
+    )
+    return (*moved, *parts[len(within) :])
 
 
 class Panel:
@@ -347,7 +350,9 @@ def column(A: Array | Hbm, j: slice) -> Panel:
 def part(A: Array | Hbm, rows: slice, columns: slice | None = None) -> Array | Hbm:
     """Some rows (and columns) of A as an array of its own: the same memory, nothing is moved."""
     where = (rows,) if columns is None else (rows, columns)
-    return Hbm(A.machine, A.name, A.data[where], where) if isinstance(A, Hbm) else A[where]
+    if not isinstance(A, Hbm):
+        return A[where]
+    return Hbm(A.machine, A.name, A.data[where], _moved(where, A.within))
 
 
 def widened(dtype: np.dtype[Any]) -> np.dtype[Any]:

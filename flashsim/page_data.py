@@ -1,7 +1,8 @@
 """A recorded run as the viewer's page reads it: tables, and each step as numbers of their rows.
 
 flashsim/page/page.js is the reader, and says of each table what it is for. flashsim/page/page.html
-unpacks the text first.
+unpacks the text first. Long tables keep of a row what differs from the last row of its kind: the
+turns of a loop are alike, and of thousands of steps little is left to deflate.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from .algorithms import SHAPES
 from .memory import Event
 from .plots import COLOURS, GROUP
 from .record import Recording, Step, index_of
-from .turns import FOLLOWED, rises_most, scopes, turns_of
+from .turns import FOLLOWED, LOOPS, first, rises_most, scopes, turns_of
 
 if TYPE_CHECKING:
     from .viewer import View
@@ -29,62 +31,75 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 COLUMNS = (16, 8, 4, 2, 1)  # of an array are kept: the most with which the page stays small
-SMALL_BYTES = 250_000  # of packed text; the page around it takes some 45 kB
+SMALL_BYTES = 255_000  # of packed text; the page around it takes some 40 kB
 CLOSE = 1e-5  # relative; what differs more from a right run is marked as wrong
 
+FLOAT = np.dtype("<f4")
+NONE = -1  # no right value: what is shown is right
 KINDS = ("read", "write", "place", "replace", "evict")
+TILE = re.compile(r"d?[A-Za-z]_?([ir][jc]?|jc?|c)")  # a letter or two, and the loops it is cut by
 
 
 def packed(view: View) -> str:
-    """The recording as JSON, deflated, in base64; with as many columns as keep the page small."""
+    """The recording, deflated, in base64; with as many columns as keep the page small.
+
+    It is the tables as JSON, a byte 0, and the values: the first bytes of all, then the second.
+    """
+    tables, arrays = page_data(view)
     for columns in COLUMNS:
-        data = json.dumps(page_data(view, columns), separators=(",", ":"), ensure_ascii=False)
-        text = base64.b64encode(zlib.compress(data.encode(), 9)).decode()
+        tables["mostColumns"] = columns
+        data = json.dumps(tables, separators=(",", ":"), ensure_ascii=False).encode()
+        planes = np.frombuffer(arrays.values(columns), np.uint8).reshape(-1, 4).T.tobytes()
+        text = base64.b64encode(zlib.compress(data + b"\0" + planes, 9)).decode()
         if len(text) <= SMALL_BYTES:
             break
     return text
 
 
-def page_data(view: View, most_columns: int) -> dict[str, Any]:
-    """The tables of a recording, and for each step what it added."""
+def page_data(view: View) -> tuple[dict[str, Any], _Arrays]:
+    """The tables of a recording, with what each step added, and the arrays that they number."""
     run = view.recording
-    names, places, events, held, chips = (_Table() for _ in range(5))
-    arrays = _Arrays(most_columns)
+    names, texts, places, events, held, chips = (_Table() for _ in range(6))
+    arrays = _Arrays()
     twins = _twins(run, view.right)
     in_bytes = run.sram_bytes < math.inf
     budget = run.sram_bytes if in_bytes else run.sram
     functions = list(run.source)
 
-    def value(step: Step, name: str) -> list[int]:
-        """The number of an array, and of the right one if that differs."""
+    def value(step: Step, name: str) -> tuple[int, int]:
+        """The number of an array, and of the right one if that differs, else NONE; of a text
+        what `~` makes of its number."""
         x, right = _value(step, name), _value(twins.get(step.number), name)
+        if not _is_table(x):
+            return ~texts(_text(x)), NONE
         wrong = isinstance(right, np.ndarray) and not _close(x, right)
-        return [arrays(x), *([arrays(right)] if wrong else [])]
+        return arrays(x), arrays(right) if wrong else NONE
 
     steps = []
-    for step in run:
-        changed = []
-        for name, x in step.changed.items():
-            shown = value(step, name) if _is_table(x) else [_text(x)]
-            changed.append([places((names(name), *_place(step, name, x))), *shown])
+    for step, tiles in scopes(run):
+        happened = [events(_event(event, names, run)) for event in step.events]
+        changed = [
+            (places((names(name), *_place(step, name, x, tiles, run))), *value(step, name))
+            for name, x in step.changed.items()
+        ]
         on_chip = (
             held((names(h.name), h.bytes if in_bytes else h.elements)) for h in step.resident
         )
-        steps.append(
-            [
-                functions.index(step.function),
-                step.line,
-                [events(_event(event, names, run)) for event in step.events],
-                changed,
-                chips(tuple(on_chip)),
-            ]
-        )
+        about = functions.index(step.function), step.line, chips(tuple(on_chip))
+        steps.append((*about, len(happened), *happened, *chain(*changed)))
     turns = turns_of(run)
     columns = [
         c for c in FOLLOWED if any(c == cell.column for turn in turns for cell in turn.cells)
     ]
+    rows = []
+    for turn in turns:
+        cells = (
+            (columns.index(cell.column), cell.step.number, *value(cell.step, cell.name))
+            for cell in turn.cells
+        )
+        rows.append((turn.rows.start, turn.rows.stop, texts(turn.label), *chain(*cells)))
     standard = view.standard
-    return {
+    tables = {
         "title": view.title,
         "subtitle": view.subtitle,
         "note": view.note,
@@ -101,30 +116,31 @@ def page_data(view: View, most_columns: int) -> dict[str, Any]:
         "row": rises_most(run) if view.row is None else view.row,
         "rows": max((turn.rows.stop for turn in turns), default=0),
         "columns": columns,
-        "turns": [
-            [
-                turn.rows.start,
-                turn.rows.stop,
-                turn.label,
-                [
-                    [columns.index(cell.column), cell.step.number, *value(cell.step, cell.name)]
-                    for cell in turn.cells
-                ],
-            ]
-            for turn in turns
-        ],
-        "steps": steps,
-        "places": places.rows,
-        "events": events.rows,
+        "turns": _differences(rows, 0),
+        "steps": _differences(steps, 2),
+        "places": _differences(places.rows, 0),
+        "events": _differences(events.rows, 2),
         "chips": chips.rows,
         "held": held.rows,
         "names": names.rows,
+        "texts": texts.rows,
         "colours": [COLOURS[GROUP.get(_array_of(name), "other")] for name in names.rows],
         "shapes": arrays.shapes,
-        "values": arrays.text(),
-        "mostColumns": most_columns,
         "close": CLOSE,
     }
+    return tables, arrays
+
+
+def _differences(rows: list[tuple[int, ...]], kind: int) -> list[tuple[int, ...]]:
+    """Each row, less the last one whose first `kind` numbers are the same, which stay."""
+    last: dict[tuple[int, ...], tuple[int, ...]] = {}
+    differences = []
+    for row in rows:
+        head, rest = row[:kind], row[kind:]
+        before = chain(last.get(head, ()), repeat(0))
+        differences.append((*head, *(n - m for n, m in zip(rest, before, strict=False))))
+        last[head] = rest
+    return differences
 
 
 class _Table:
@@ -142,15 +158,14 @@ class _Table:
 
 
 class _Arrays:
-    """Distinct arrays, as float32, one after the other; of a matrix its first columns."""
+    """Distinct arrays, as float32; of a matrix its first columns."""
 
-    def __init__(self, most_columns: int) -> None:
-        self.table, self.most_columns = _Table(), most_columns
+    def __init__(self) -> None:
+        self.table = _Table()
 
     def __call__(self, x: Array) -> int:
         with np.errstate(over="ignore"):
-            kept = x[:, : self.most_columns] if x.ndim == 2 else x
-            kept = np.asarray(kept, np.dtype("<f4"))
+            kept = np.asarray(x[:, : COLUMNS[0]] if x.ndim == 2 else x, FLOAT)
         return self.table((x.shape, kept.tobytes()))
 
     @property
@@ -158,8 +173,12 @@ class _Arrays:
         """[rows, columns], of a vector [rows]."""
         return [list(shape) for shape, _ in self.table.rows]
 
-    def text(self) -> str:
-        return base64.b64encode(b"".join(values for _, values in self.table.rows)).decode()
+    def values(self, columns: int) -> bytes:
+        """One after the other, of a matrix no more than so many columns."""
+        return b"".join(
+            np.frombuffer(x, FLOAT).reshape(rows, -1)[:, :columns].tobytes() if side and rows else x
+            for (rows, *side), x in self.table.rows
+        )
 
 
 def _is_table(x: Any) -> bool:
@@ -174,6 +193,11 @@ def _text(x: Any) -> str:
 
 def _event(event: Event, names: _Table, run: Recording) -> tuple[int, ...]:
     """Kind, name, elements; of a read or write also first and last row, first and last column."""
+    return KINDS.index(event.kind), names(event.name), event.elements, *_region(event, run)
+
+
+def _region(event: Event, run: Recording) -> list[int]:
+    """First and last row, first and last column; empty if it has none, or more than one."""
     region: list[int] = []
     index = index_of(event.where) if event.where else None
     if event.name in run.hbm and index is not None:
@@ -181,10 +205,12 @@ def _event(event: Event, names: _Table, run: Recording) -> tuple[int, ...]:
             part = slice(None) if part is None else part
             ends = part.indices(length)[:2] if isinstance(part, slice) else (part, part + 1)
             region += ends
-    return KINDS.index(event.kind), names(event.name), event.elements, *region
+    return region
 
 
-def _place(step: Step, name: str, x: Any) -> tuple[int, ...]:
+def _place(
+    step: Step, name: str, x: Any, tiles: dict[str, slice], run: Recording
+) -> tuple[int, ...]:
     """Where x lies in its whole array: first row, first column, -1 for none or unknown; and
     whether its rows are queries."""
     if not _is_table(x):
@@ -194,15 +220,30 @@ def _place(step: Step, name: str, x: Any) -> tuple[int, ...]:
         index = index_of(where.rstrip("]")) or ()
         starts = [part.start if isinstance(part, slice) else part for part in index]
         return *(*(start or 0 for start in starts), -1, -1)[:2], int(_of_queries(array))
-    of_keys = name.endswith("j") and not name.endswith("ij")
-    sides = [step.locals.get("j" if of_keys else "i"), step.locals.get("j")]
-    if x.ndim == 1 or not name.endswith("ij"):
-        sides[1] = None
+    if _of_queries(name) and x.ndim == 1:  # whole, but for the part that the function was given
+        return first(step, "Nq"), -1, 1
+    loops = _subscripts(name) or next((i for i in LOOPS if i in tiles), "")
+    sides = map(tiles.get, loops[: x.ndim])
     starts = [
-        side.start if isinstance(side, slice) and side.stop - side.start == n else -1
-        for side, n in zip(sides, (*x.shape, 0), strict=False)
+        side.start if side is not None and side.stop - side.start == n else start
+        for side, n, start in zip_longest(sides, x.shape, _loaded_from(step, name, run)[: x.ndim])
     ]
-    return *starts, int(not of_keys and starts[0] >= 0)
+    return *(*starts, -1)[:2], int(loops[:1] in LOOPS and starts[0] >= 0)
+
+
+def _loaded_from(step: Step, name: str, run: Recording) -> tuple[int, int]:
+    """First row and column of what a loop header loaded as `name`, -1 if it loaded no such tile.
+
+    That is all there is to know of a loop whose variable is not used: for _, Qi, dSij in tiles(...)
+    """
+    if step.code.startswith("for "):
+        targets = step.code.removeprefix("for ").partition(" in ")[0].split(", ")[1:]
+        reads = [event for event in step.events if event.kind == "read"]
+        for target, event in zip(targets, reads, strict=False):
+            region = _region(event, run)
+            if target == name and region:
+                return region[0], region[2]
+    return -1, -1
 
 
 def _of_queries(array: str) -> bool:
@@ -213,7 +254,13 @@ def _of_queries(array: str) -> bool:
 def _array_of(name: str) -> str:
     """The array that a tile is part of: "S" of "Sij", "dK" of "dKj", "O" of "O[0:4]"."""
     name = name.partition("[")[0].partition("_")[0]
-    return name[:-2] if name.endswith("ij") else name[:-1] if name[-1:] in "ij" else name
+    return name.removesuffix(_subscripts(name))
+
+
+def _subscripts(name: str) -> str:
+    """Those of a tile's name: "ij" of "Sij", "j" of "dKj", "r" of "Or", none of "alpha"."""
+    found = TILE.fullmatch(name)
+    return found[1] if found else ""
 
 
 def _value(step: Step | None, name: str) -> Any:

@@ -12,9 +12,9 @@ The function runs as it is, under `sys.monitoring` (`sys.settrace` on Python 3.1
 and counts are those of an ordinary run, bit for bit. A statement is a step of its own each time it
 runs. A loop header is the load: its step has the tiles that come, and the eviction of the turn
 before; the header that ends a loop evicts with nothing new. Functions of the same module that the
-algorithm calls are recorded too, and other algorithms, unless they are given parts of arrays, whose
-rows count from elsewhere; the calling line then comes before theirs, and once more if it changed
-something itself.
+algorithm calls are recorded too, and other algorithms; the calling line then comes before theirs,
+and once more if it changed something itself. One that is given parts of arrays counts their rows
+from 0, and its steps say which parts they are.
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ class Step:
         What is on chip after it.
     traffic : Traffic
         HBM reads and writes so far.
+    parts : dict
+        Of the arrays in HBM of which the function, or what called it, was given only a part: the
+        rows (and columns) that it is, as slices. The function's own loops count from there.
     """
 
     number: int
@@ -92,6 +95,7 @@ class Step:
     events: tuple[Event, ...]
     resident: tuple[Held, ...]
     traffic: Traffic
+    parts: dict[str, tuple[slice, ...]] = field(default_factory=dict)
 
     @property
     def used_elements(self) -> int:
@@ -420,8 +424,10 @@ class _Source:
 class _Activation:
     """A call under way: its frame, the statement that runs, and what its locals held before it."""
 
-    def __init__(self, frame: FrameType, source: _Source) -> None:
-        self.frame, self.source = frame, source
+    def __init__(
+        self, frame: FrameType, source: _Source, parts: dict[str, tuple[slice, ...]]
+    ) -> None:
+        self.frame, self.source, self.parts = frame, source, parts
         self.line: int | None = None
         self.reported = False  # whether the statement has its step already
         self.seen: dict[str, tuple[Any, Any]] = {}  # name: (the object, a copy of its value)
@@ -497,9 +503,6 @@ class _Watcher(AbstractContextManager[Recording]):
     def on_line(self, frame: FrameType, line: int) -> None:
         if frame in self.outside:
             return
-        if self.calls and frame is not self.calls[-1].frame and self._has_parts(frame):
-            self.outside.add(frame)
-            return
         call = self._call(frame)
         start = call.source.start.get(line, line)
         if start != call.line:  # else another line of the same statement
@@ -533,16 +536,14 @@ class _Watcher(AbstractContextManager[Recording]):
         self._look_for_hbm(frame)
         source = self.sources[frame.f_code]
         self.run.source.setdefault(source.name, source.lines)
-        self.calls.append(_Activation(frame, source))
+        self.calls.append(_Activation(frame, source, self._parts(frame)))
         return self.calls[-1]
 
-    def _has_parts(self, frame: FrameType) -> bool:
-        """Whether another algorithm is called on parts of arrays: its rows count from them."""
-        if any(frame is call.frame for call in self.calls):
-            return False
-        if frame.f_globals is self.calls[-1].frame.f_globals:  # the text of one algorithm
-            return False
-        return any(isinstance(x, Hbm) and x.within for x in frame.f_locals.values())
+    def _parts(self, frame: FrameType) -> dict[str, tuple[slice, ...]]:
+        """What a call gets only a part of, itself or since its caller did."""
+        parts = dict(self.calls[-1].parts) if self.calls else {}
+        parts |= {x.name: x.within for x in frame.f_locals.values() if isinstance(x, Hbm)}
+        return {name: within for name, within in parts.items() if within}
 
     def _look_for_hbm(self, frame: FrameType) -> None:
         for x in frame.f_locals.values():
@@ -594,6 +595,7 @@ class _Watcher(AbstractContextManager[Recording]):
                     events=events,
                     resident=self.resident,
                     traffic=self.traffic,
+                    parts=call.parts,
                 )
             )
         call.reported = True

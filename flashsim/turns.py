@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .algorithms import ALGORITHMS, SHAPES
 from .record import Recording, Step
 
 # The columns of the followed row, and the names that the algorithms have for them.
 FOLLOWED = {
     "m_old": (),  # m before m_new is bound
-    "m_new": ("m_new", "mi", "m"),
+    "m_new": ("m_new", "mi", "mr", "m"),
     "factor": ("alpha", "old"),
-    "tile's factor": ("new",),
-    "l": ("l_new", "li", "l"),
-    "O so far": ("Oi",),  # which FlashAttention-2 divides by l at the end alone
+    "tile's factor": ("new", "beta", "factor"),
+    "l": ("l_new", "li", "lr", "l"),
+    "O so far": ("Oi", "Or"),  # which FlashAttention-2 divides by l at the end alone
     "O": ("O",),
     "lse": ("Li", "L"),
     "D": ("Di", "D"),
@@ -27,6 +28,10 @@ FOLLOWED = {
 COLUMN = {name: column for column, names in FOLLOWED.items() for name in names}
 FINAL_WHEN_LOADED = ("Li", "Di")  # anything else that a header loads is the state before the turn
 
+LOOPS = {"i": "j", "r": "c"}  # over query tiles, and over key tiles inside
+PARTIAL = {"s": "part", "chunk": "chunk"}  # loops over the partial results of the same rows
+FORWARD = {row.forward.__name__ for row in ALGORITHMS.values()}
+
 
 def rises_most(run: Recording) -> int:
     """The query row whose running maximum rises most often; the first of several.
@@ -34,10 +39,10 @@ def rises_most(run: Recording) -> int:
     From -inf to its first maximum a row rises once, as any other that sees a key.
     """
     rises: Counter[int] = Counter()
-    for step in run:
-        i, m_old, m_new = (step.locals.get(name) for name in ("i", "mi", "m_new"))
-        if "m_new" in step.changed and isinstance(i, slice) and m_old is not None:
-            rises.update(i.start + int(n) for n in np.flatnonzero(m_new > m_old))
+    for step, tiles in scopes(run):
+        m_old, m_new = (step.locals.get(name) for name in ("mi", "m_new"))
+        if "m_new" in step.changed and "i" in tiles and m_old is not None:
+            rises.update(tiles["i"].start + int(n) for n in np.flatnonzero(m_new > m_old))
     return min(rises, key=lambda row: (-rises[row], row), default=0)
 
 
@@ -70,8 +75,10 @@ def turns_of(run: Recording) -> list[Turn]:
         header = step.code.startswith("for ")
         if header:
             ended = not any(isinstance(x, slice) for x in step.changed.values())
-            helper = step.function if step.function != next(iter(run.source)) else ""
-            turn = _turn(scope, helper or ("end" if ended else "start"))
+            outside = "end" if ended else "start"
+            if step.function not in {next(iter(run.source)), *FORWARD}:  # a helper
+                outside = _keys(*step.parts["K"][:1]) if "K" in step.parts else step.function
+            turn = _turn(scope, outside)
             current[step.function] = turn
             turns += [turn] * (turn is not None)
         turn = current.get(step.function)
@@ -83,7 +90,8 @@ def turns_of(run: Recording) -> list[Turn]:
 def scopes(run: Recording) -> Iterator[tuple[Step, dict[str, slice]]]:
     """Each step, with the tiles of the loops that it is in: {"i": rows, "j": keys}.
 
-    A loop's variable outlives it as a local; here it ends with the header that ends the loop.
+    Rows and keys count from those of the whole arrays. A loop's variable outlives it as a local;
+    here it ends with the header that ends the loop.
     """
     loops: dict[str, list[tuple[int, dict[str, slice]]]] = {}  # by function: (indent, tiles)
     for step in run:
@@ -95,16 +103,42 @@ def scopes(run: Recording) -> Iterator[tuple[Step, dict[str, slice]]]:
             around.append(
                 (indent, {name: x for name, x in step.changed.items() if isinstance(x, slice)})
             )
-        yield step, {name: x for _, tiles in around for name, x in tiles.items()}
+        tiles = {name: x for _, tiles in around for name, x in tiles.items()}
+        yield step, {name: _moved(x, first(step, _side(name, tiles))) for name, x in tiles.items()}
+
+
+def first(step: Step, side: str) -> int:
+    """The query ("Nq") or key ("Nk") from which the step's function counts: 0 if given them all."""
+    starts = (rows[0].start for A, rows in step.parts.items() if SHAPES.get(A, ("",))[0] == side)
+    return next(starts, 0)
+
+
+def _side(name: str, tiles: dict[str, slice]) -> str:
+    """What a loop goes over; c is over keys beside r, and over columns beside i."""
+    if name in LOOPS:
+        return "Nq"
+    return "Nk" if name in ("j", "_") or (name == "c" and "r" in tiles) else ""
+
+
+def _moved(rows: slice, start: int) -> slice:
+    return slice(start + rows.start, start + rows.stop)
 
 
 def _turn(scope: dict[str, slice], otherwise: str) -> Turn | None:
-    rows, keys = scope.get("i"), scope.get("j", scope.get("_"))
-    if rows is None:
+    """The turn of the loops around a header; `otherwise` is its label outside those over keys."""
+    i = next((name for name in LOOPS if name in scope), None)
+    if i is None:
         return None
-    if keys is not None:
-        return Turn(rows, f"keys {keys.start}:{keys.stop}", [])
-    return Turn(rows, otherwise, [])
+    for name, noun in PARTIAL.items():
+        if name in scope:
+            x = scope[name]
+            return Turn(scope[i], f"{noun} {x.start // (x.stop - x.start)}", [])
+    keys = scope.get(LOOPS[i], scope.get("_"))
+    return Turn(scope[i], otherwise if keys is None else _keys(keys), [])
+
+
+def _keys(rows: slice) -> str:
+    return f"keys {rows.start}:{rows.stop}"
 
 
 def _cells(step: Step, rows: slice, header: bool) -> Iterator[Cell]:

@@ -263,7 +263,9 @@ def view(
         title=f"{registered.title[0].upper()}{registered.title[1:]}, {direction}",
         subtitle="; ".join(about),
         closed_form_elements=expected_cost(out, q, k, v, backward=backward, **given).total_elements,
-        standard=None if algorithm == "standard" else _standard(q, k, v, tiles, do, common),
+        standard=None
+        if algorithm == "standard"
+        else standard_traffic(q, k, v, tiles, do, **common),
         row=row,
     )
 
@@ -296,8 +298,13 @@ def _needed(
     return max(forward, last.needs(head, Br, Bc)[0])
 
 
-def _standard(q: Any, k: Any, v: Any, tiles: Any, do: Any, given: dict[str, Any]) -> Traffic | None:
-    """The traffic of standard attention's pass; None if not even its smallest tiles fit."""
+def standard_traffic(
+    q: Any, k: Any, v: Any, tiles: Any = None, do: Any = None, **given: Any
+) -> Traffic | None:
+    """That of standard attention's pass, to compare with; None if its smallest tiles do not fit.
+
+    `tiles` are the blocks of a layout, if one is given; with `do` it is the backward pass.
+    """
     blocks = tiles if given.get("block_mask") is not None else None
     try:
         out = attention(q, k, v, algorithm="standard", tiles=blocks, **given)

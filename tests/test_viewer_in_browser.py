@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from flashsim import failures
+from flashsim import ALGORITHMS, failures
 from flashsim.record import record
 from flashsim.viewer import View, random_head, view
 
@@ -191,15 +191,24 @@ def test_a_swipe_over_the_source_steps(opened, forward):
         allowed = f"getComputedStyle(document.querySelector('{panned}')).touchAction"
         assert page.evaluate(allowed) == "pan-y pinch-zoom"
     x, y = box["x"] + box["width"] / 2, box["y"] + 60
+    last = len(forward.recording) - 1
+
+    def arrives_at(step):  # a touch takes effect some time after it was sent
+        expect(page.locator("#position")).to_have_text(f"{step} / {last}")
+
     swipe(x, y, -90, 5)
-    expect(page.locator("#position")).to_contain_text("1 /")
+    arrives_at(1)
     swipe(x, y, -90, 5)
+    arrives_at(2)
     swipe(x, y, 90, -5)
-    expect(page.locator("#position")).to_contain_text("1 /")
-    swipe(x, y, 10, -80)  # a scroll is none, nor is what goes both ways
-    swipe(x, y, 60, -50)
-    swipe(x, y, -20, 0)
-    assert position(page) == 1
+    arrives_at(1)
+    # A scroll is none, nor is what goes both ways or is short; a swipe after it is the only step.
+    for step, (dx, dy) in enumerate([(10, -80), (60, -50), (-20, 0)], 2):
+        swipe(x, y, dx, dy)
+        swipe(x, y, -90, 5)
+        arrives_at(step)
+    swipe(x, y, 90, -5)
+    arrives_at(3)
 
 
 def test_a_row_is_followed_by_its_number_or_by_a_click_on_the_map(opened, forward):
@@ -285,14 +294,28 @@ def test_what_the_page_shows_is_what_was_recorded(opened, views, algorithm, back
                 assert rounded == pytest.approx(np.float64(x).ravel(), rel=6e-3, nan_ok=True)
 
 
+CURRENT = """() => steps.map((step) => {
+  showSource(step); // what else is shown takes its time
+  return [...document.querySelectorAll(".line.on")].map((x) => x.textContent);
+})"""
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_step_of_every_algorithm_marks_the_line_that_ran(opened, algorithm):
+    for backward in (False, True)[: 1 + bool(ALGORITHMS[algorithm].backward)]:
+        run = (shown := view(algorithm, N=8, d=2, backward=backward)).recording
+        lines = [f"{step.line}{run.source[step.function][step.line]}" for step in run]
+        assert opened(shown.html()).evaluate(CURRENT) == [[line] for line in lines]
+
+
 def test_the_map_says_how_often_a_row_was_read(opened, forward):
     page = opened(forward.html())
     go(page, len(forward.recording) - 1)
     labels = page.eval_on_selector_all("#map-read canvas", "c => c.map(x => x.ariaLabel)")
     assert labels == [
-        "Q, 16 by 4: read at most 1 times a row so far, 64 elements",
-        "K, 16 by 4: read at most 4 times a row so far, 256 elements",
-        "V, 16 by 4: read at most 4 times a row so far, 256 elements",
+        "Q, read so far: rows 0 to 15 once, 64 elements",
+        "K, read so far: rows 0 to 15 4 times, 256 elements",
+        "V, read so far: rows 0 to 15 4 times, 256 elements",
     ]
     assert page.evaluate("panels.map(p => [...new Set(p.counts)])") == [[1], [4], [4], [1], [1]]
 
@@ -337,6 +360,7 @@ def test_changed_numbers_are_marked_and_only_they(opened, forward):
         )
         heads = page.locator("#turns thead th").all_inner_texts()[1:]
         assert column in [head for head, new in zip(heads, cells, strict=True) if new]
+        assert page.get_attribute("#turns tr.mine", "aria-current") == "true"
 
 
 def test_a_fault_shows_the_wrong_value_beside_the_right_one(opened, views):
@@ -346,6 +370,8 @@ def test_a_fault_shows_the_wrong_value_beside_the_right_one(opened, views):
     assert page.is_visible("#note")
     assert "31.7766" in page.inner_text("#note")
     assert page.locator(".line.fault").count() == 1
+    standard = shown.standard.total_elements
+    assert page.locator("#traffic .bar").nth(1).inner_text().endswith(f"= {standard}")
     written = next(step.number for step in run if "O[0:1]" in step.changed)
     go(page, written)
     cell = page.locator("#changed td.wrong")
@@ -395,12 +421,30 @@ def test_nothing_is_cut_off_at_any_width(opened, views, which):
             assert page.evaluate(OUTSIDE) == []
 
 
-def test_in_a_notebook_the_followed_row_is_in_sight(opened, forward):
-    page = opened(forward.html(), (860, 800))
-    go(page, 22)
-    for place in ".line.on", "#turns tr.mine":
-        box = page.locator(place).bounding_box()
-        assert 0 < box["y"] < box["y"] + box["height"] <= 800
+@pytest.mark.parametrize("height", [800, 860])
+def test_in_a_notebook_the_line_its_values_and_the_followed_row_are_in_sight(
+    opened, forward, height
+):
+    page = opened(forward.html(), (860, height))
+    for step in range(20, 32):  # a turn; the row that is followed is in it
+        go(page, step)
+        for place in ".line.on", "#turns tr.mine", "#changed":
+            for box in (x.bounding_box() for x in page.locator(place).all()):
+                assert 0 < box["y"] < box["y"] + box["height"] <= height
+
+
+@pytest.mark.parametrize("which", ["flash1", "standard", "flash2"])
+def test_in_a_notebook_the_values_of_a_backward_pass_are_in_sight_too(opened, views, which):
+    page = opened(views[which, True].html(), (860, 860))
+    seen = set()
+    for step in views[which, True].recording:
+        if step.line not in seen:  # once each
+            seen.add(step.line)
+            go(page, step.number)
+            first = page.locator("#changed > *").first  # of a long array eight rows
+            for row in first.locator("tr").all()[:9] or [first]:
+                box = row.bounding_box()
+                assert 0 < box["y"] < box["y"] + box["height"] <= 860
 
 
 def test_on_a_phone_the_controls_stay_in_reach_and_are_large(opened, forward):
@@ -507,6 +551,110 @@ def test_every_control_has_a_name_a_role_and_a_place_in_the_tab_order(opened, fo
     ]  # fmt: skip
     ids = page.eval_on_selector_all("[id]", "all => all.map((x) => x.id)")
     assert len(ids) == len(set(ids))
+
+
+def spoken(page):
+    """What assistive technology is given: (role, name, properties) of each node, by Chromium."""
+    client = page.context.new_cdp_session(page)
+    nodes = client.send("Accessibility.getFullAXTree")["nodes"]
+    return [
+        (
+            node["role"]["value"],
+            node.get("name", {}).get("value", ""),
+            {x["name"]: x["value"].get("value") for x in node.get("properties", ())},
+        )
+        for node in nodes
+        if not node["ignored"]
+    ]
+
+
+CONTROLS = {"button", "slider", "combobox", "spinbutton", "DisclosureTriangle"}
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize("which", [("standard", True), ("fault", False)], ids=["most", "fault"])
+def test_what_can_be_focused_or_seen_has_a_role_and_a_name(opened, views, which, size):
+    page, last = opened(views[which].html(), size), len(views[which].recording) - 1
+    for step in 0, last // 2, last:
+        go(page, step)
+        tree = spoken(page)
+        assert {role for role, _, _ in tree} >= CONTROLS
+        assert "image" in {role for role, _, _ in tree}
+        for role, name, properties in tree:
+            if role in CONTROLS | {"image", "heading", "region"} or properties.get("focusable"):
+                assert role not in ("generic", "none"), name
+                assert name.strip(), role
+        regions = [name for role, name, _ in tree if role == "region"]
+        assert len(regions) == len(set(regions)) == 4
+
+
+def test_a_step_is_announced_in_words(opened, forward):
+    page = opened(forward.html())
+    step = next(s for s in forward.recording[20:] if s.code.startswith("for j") and s.changed)
+    go(page, step.number)
+    said = page.text_content("#did")
+    rows = step.locals["j"]
+    region = f"[{rows.start}:{rows.stop}]"
+    assert said == (
+        f"Step {step.number}, line {step.line}: {step.code}  # load K_j, V_j. "
+        f"Reads K{region}, V{region}, 32 elements. Evicts K, V, Sij. Changes j, Kj, Vj."
+    )
+    live = [x for x in spoken(page) if x[2].get("live") == "polite" and x[2].get("atomic")]
+    assert live
+
+
+def in_words(label):
+    """{row: times} that the map's text says."""
+    times = {"never": 0, "once": 1, "twice": 2}
+    found = {}
+    for first, last, often in re.findall(
+        r"rows? (\d+)(?: to (\d+))? (never|once|twice|\d+ t)", label
+    ):
+        many = times[often] if often in times else int(often.split()[0])
+        rows = range(int(first), int(last or first) + 1)
+        assert not found.keys() & set(rows)
+        found |= dict.fromkeys(rows, many)
+    return found
+
+
+@pytest.mark.parametrize("which", ["flash2", "standard"])
+def test_the_map_says_in_words_how_often_each_row_was_read_and_written(opened, views, which):
+    shown = views[which, False]
+    run, page = shown.recording, opened(shown.html())
+    loads = next(s.number for s in run[30:] if "read" in [e.kind for e in s.events])
+    stores = next(s.number for s in run[30:] if "write" in [e.kind for e in s.events])
+    for n in 0, loads, stores, len(run) - 1:
+        go(page, n)
+        counts = {}
+        for step in run[: n + 1]:
+            for e in step.events:
+                if e.kind in ("read", "write"):
+                    spans = [slice(*map(int, part.split(":"))) for part in e.where.split(", ")]
+                    seen = counts.setdefault((e.name, e.kind), np.zeros(run.hbm[e.name], int))
+                    seen[tuple(spans)] += 1
+        labels = page.eval_on_selector_all("#maps canvas", "all => all.map((x) => x.ariaLabel)")
+        assert len(labels) >= 5
+        for label in labels:
+            name, kind = re.match(r"(\w+), (read|writ)", label).groups()
+            kind = "write" if kind == "writ" else kind
+            seen = counts.get((name, kind), np.zeros(run.hbm[name], int))
+            most = seen.reshape(len(seen), -1).max(axis=1)
+            assert in_words(label) == dict(enumerate(most.tolist()))
+            now = [e.where for e in run[n].events if (e.name, e.kind) == (name, kind)]
+            rows = [slice(*map(int, where.split(",")[0].split(":"))) for where in now]
+            told = [f"in this step rows {i.start} to {i.stop - 1}" for i in rows]
+            assert label.split("; ")[1:] == told
+
+
+def test_a_map_of_many_stripes_is_told_in_short(opened):
+    shown = view(
+        "block_sparse", N=40, tiles=(2, 2), block_mask=np.arange(400).reshape(20, 20) % 3 == 0
+    )
+    page = opened(shown.html())
+    go(page, len(shown.recording) // 2)
+    labels = page.eval_on_selector_all("#maps canvas", "all => all.map((x) => x.ariaLabel)")
+    assert any("and so on, at most" in label for label in labels)
+    assert max(map(len, labels)) < 300
 
 
 def test_nothing_moves_by_itself(opened, forward):

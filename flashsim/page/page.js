@@ -5,6 +5,7 @@
 const LAST = D.steps.length - 1;
 const READ = 0, WRITE = 1, EVICT = 4;
 const MOST_ROWS = 16; // of a table are shown
+const MOST_RUNS = 8; // of rows of a map are told
 const $ = (id) => document.getElementById(id);
 
 function element(tag, properties = {}, ...children) {
@@ -19,7 +20,24 @@ function element(tag, properties = {}, ...children) {
 
 // --- the tables of the recording ---
 
-const floats = new Float32Array(Uint8Array.from(atob(D.values), (c) => c.charCodeAt(0)).buffer);
+function whole(rows, kind) { // each was written less the last one with the same first `kind` numbers
+  const last = new Map();
+  return rows.map((row) => {
+    const head = row.slice(0, kind), before = last.get(String(head)) ?? [];
+    const rest = row.slice(kind).map((n, at) => n + (before[at] ?? 0));
+    last.set(String(head), rest);
+    return [...head, ...rest];
+  });
+}
+
+function groups(numbers, size) {
+  return Array.from({ length: numbers.length / size }, (_, n) => numbers.slice(n * size, (n + 1) * size));
+}
+
+// Of all numbers the first bytes, then the second: such bytes are alike, and deflate better.
+const floats = new Float32Array(D.values.length / 4);
+const bytes = new Uint8Array(floats.buffer);
+D.values.forEach((byte, n) => { bytes[4 * (n % floats.length) + Math.floor(n / floats.length)] = byte; });
 let offset = 0;
 const arrays = D.shapes.map(([rows, columns]) => {
   const kept = columns === undefined ? 1 : Math.min(columns, D.mostColumns);
@@ -27,19 +45,17 @@ const arrays = D.shapes.map(([rows, columns]) => {
   return { rows, columns, kept, at: (r, c = 0) => (r < rows && c < kept ? values[r * kept + c] : undefined) };
 });
 
-const allEvents = D.events.map(([kind, name, elements, r0, r1, c0, c1]) => ({ kind, name, elements, r0, r1, c0, c1 }));
-const places = D.places.map(([name, row0, column0, ofQueries]) => ({ name, row0, column0, ofQueries }));
-const steps = D.steps.map(([fn, line, events, changed, chip]) => ({
+const allEvents = whole(D.events, 2).map(([kind, name, elements, r0, r1, c0, c1]) => ({ kind, name, elements, r0, r1, c0, c1 }));
+const places = whole(D.places, 0).map(([name, row0, column0, ofQueries]) => ({ name, row0, column0, ofQueries }));
+const steps = whole(D.steps, 2).map(([fn, line, chip, many, ...rest]) => ({
   fn, line,
-  events: events.map((n) => allEvents[n]),
-  changed: changed.map(([place, value, right]) => ({
-    ...places[place],
-    text: typeof value === "string" ? value : undefined,
-    array: typeof value === "string" ? undefined : arrays[value], // of "4", arrays["4"] is another
-    right: arrays[right],
+  events: rest.slice(0, many).map((n) => allEvents[n]),
+  changed: groups(rest.slice(many), 3).map(([place, value, right]) => ({
+    ...places[place], text: D.texts[~value], array: arrays[value], right: arrays[right], // one of text and array
   })),
   held: D.chips[chip].map((n) => D.held[n]), // [name, size] of each tile
 }));
+const turns = whole(D.turns, 0).map(([first, stop, label, ...cells]) => ({ first, stop, label: D.texts[label], cells: groups(cells, 4) }));
 
 const size = (step) => step.held.reduce((sum, [, n]) => sum + n, 0);
 const peak = Math.max(0, ...steps.map(size));
@@ -94,6 +110,8 @@ function short(x, digits = 4) {
 }
 const exact = (x) => (x === undefined ? "none" : Number.isFinite(x) && x !== 0 ? x.toPrecision(9) : String(x));
 const count = (n) => n.toLocaleString("en");
+const often = (n) => ["never", "once", "twice"][n] ?? `${n} times`;
+const rowsFrom = (first, stop) => (stop - first === 1 ? `row ${first}` : `rows ${first} to ${stop - 1}`);
 const close = (x, right) => Object.is(x, right) || x === right || Math.abs(x - right) <= D.close * Math.abs(right);
 
 function numberCell(x, right, isCompared, names = []) {
@@ -162,7 +180,8 @@ function showSource(step) {
 function showDeed(k) {
   const verbs = ["Reads", "Writes", "Places", "Replaces", "Evicts"], step = steps[k];
   const box = $("did");
-  box.replaceChildren(`Step ${k}, line ${step.line}. `);
+  const [, first, texts] = D.source[step.fn]; // the text, for those who do not see the marked line
+  box.replaceChildren(`Step ${k}, line ${step.line}`, element("span", { className: "unseen" }, `: ${texts[step.line - first].trim()}`), ". ");
   verbs.forEach((verb, kind) => {
     const events = step.events.filter((e) => e.kind === kind);
     if (!events.length) return;
@@ -217,7 +236,7 @@ function showTraffic(now) {
 // --- the memory map ---
 
 const tall = Math.max(1, ...panels.map((p) => p.rows));
-const cell = Math.max(tall > 96 ? 1 : 2, Math.min(16, Math.floor((panels.length > 6 ? 112 : 170) / tall)));
+const cell = Math.max(tall > 96 ? 1 : 2, Math.min(16, Math.floor((panels.length > 6 ? 112 : 136) / tall)));
 const MARGIN = 12; // for the marks beside the rows
 
 function buildMap() {
@@ -256,6 +275,15 @@ function colours() {
   return { ink: get("ink"), row: get("mark-edge"), page: get("card"), heat: [READ, WRITE].map((kind) => Array.from({ length: most[kind] + 1 }, (_, times) => heat(kind, times))) };
 }
 
+function inWords(p) { // what the map shows: each row counts as its part that was touched most often
+  const times = Array.from({ length: p.rows }, (_, r) => p.counts.subarray(r * p.wide, (r + 1) * p.wide).reduce((a, b) => Math.max(a, b), 0));
+  const starts = times.flatMap((n, r) => (n === times[r - 1] ? [] : [r]));
+  const runs = starts.map((r, n) => `${rowsFrom(r, starts[n + 1] ?? p.rows)} ${often(times[r])}`);
+  const shown = runs.length > MOST_RUNS ? [...runs.slice(0, MOST_RUNS), `and so on, at most ${often(Math.max(...times))}`] : runs;
+  const touched = p.touched.map((e) => `; in this step ${rowsFrom(e.r0, e.r1)}`);
+  return `${D.names[p.name]}, ${p.kind === READ ? "read" : "written"} so far: ${[...shown, `${p.elements} elements`].join(", ")}${touched.join("")}`;
+}
+
 function showMap(now) {
   const colour = colours();
   for (const p of panels) {
@@ -286,8 +314,7 @@ function showMap(now) {
       paper.moveTo(0, middle - 5), paper.lineTo(7, middle), paper.lineTo(0, middle + 5);
       paper.fill();
     }
-    const times = p.counts.reduce((a, b) => Math.max(a, b), 0), verb = p.kind === READ ? "read" : "written";
-    p.canvas.setAttribute("aria-label", `${D.names[p.name]}, ${p.rows} by ${p.columns}: ${verb} at most ${times} times a row so far, ${p.elements} elements`);
+    p.canvas.setAttribute("aria-label", inWords(p));
     p.caption.replaceChildren(element("b", {}, D.names[p.name]), ` ${count(p.elements)}`);
   }
   for (const [kind, id] of [[READ, "reads"], [WRITE, "writes"]]) {
@@ -310,21 +337,21 @@ function follow(chosen) {
 
 function showRow(k) {
   const head = element("tr", {}, element("th", { scope: "col" }, "tile"), ...D.columns.map((name) => element("th", { scope: "col" }, name)));
-  const body = D.turns.filter(([first, stop]) => first <= row && row < stop).map(([first, , label, cells]) => {
+  const body = turns.filter(({ first, stop }) => first <= row && row < stop).map(({ first, label, cells }) => {
     const shown = D.columns.map((_, column) => cells.findLast(([c, step]) => c === column && step <= k));
     const isNow = cells.some(([, step]) => step === k);
-    return element("tr", { className: isNow ? "mine" : "" }, element("th", { scope: "row" }, label),
+    return element("tr", isNow ? { className: "mine", "aria-current": "true" } : {}, element("th", { scope: "row" }, label),
       ...shown.map((found) => {
         if (!found) return element("td", { className: "none" }, "·");
-        const [, step, x, right] = found, r = row - first, names = step === k ? ["new-value"] : [];
-        const values = arrays[x];
-        if (values.columns === undefined) return numberCell(values.at(r), arrays[right]?.at(r), right !== undefined, names);
+        const [, step, x, y] = found, r = row - first, names = step === k ? ["new-value"] : [];
+        const values = arrays[x], right = arrays[y];
+        if (values.columns === undefined) return numberCell(values.at(r), right?.at(r), right !== undefined, names);
         const some = [...Array(Math.min(4, values.kept)).keys()];
         const cell = element("td", { className: names.join(" "), title: some.map((c) => exact(values.at(r, c))).join(" ") },
           some.map((c) => short(values.at(r, c), 3)).join("  ") + (values.columns > some.length ? " …" : ""));
-        if (right !== undefined && some.some((c) => !close(values.at(r, c), arrays[right].at(r, c)))) {
+        if (right !== undefined && some.some((c) => !close(values.at(r, c), right.at(r, c)))) {
           cell.classList.add("wrong");
-          cell.append(element("small", {}, `right ${some.map((c) => short(arrays[right].at(r, c), 3)).join("  ")}`));
+          cell.append(element("small", {}, `right ${some.map((c) => short(right.at(r, c), 3)).join("  ")}`));
         }
         return cell;
       }));
@@ -359,9 +386,9 @@ function valueTable(x, before) {
   const shape = columns === undefined ? `${rows}` : `${rows} × ${columns}`;
   const parts = [shape];
   if (shown.length < rows) parts.push(`rows ${rowLabel(first)} to ${rowLabel(first + shown.length - 1)} shown`);
-  if (kept < columns) parts.push(`first ${kept} columns shown`);
+  if (kept < columns) parts.push(kept === 1 ? "first column shown" : `first ${kept} columns shown`);
   if (changes) parts.push(`${marked ? `${changes} of ${rows * kept}` : "all"} differ from before`);
-  return [element("small", {}, ` ${parts.join(", ")}`), element("div", { className: "scroll", tabIndex: 0, role: "group", ariaLabel: `Values of ${D.names[x.name]}` }, table)];
+  return [element("small", {}, ` ${parts.join(", ")}`), element("div", { className: "scroll", tabIndex: 0, role: "group", "aria-label": `Values of ${D.names[x.name]}` }, table)];
 }
 
 function showValues(step, now) {
