@@ -221,6 +221,7 @@ def attention(
     block_tables: Any = None,
     seq_lens: Any = None,
     exp_emulation: tuple[float, int] | None = None,
+    rescale_threshold: float | None = None,
     fp8: int | None = None,
     incoherent: bool = True,
     scale: float | None = None,
@@ -274,6 +275,10 @@ def attention(
     exp_emulation : (share, degree), optional
         For "flash4", the share of the exponentials that are polynomials of a degree 1 to 5 instead;
         see `flashsim.exp2`. The error is that of `exp2.LARGEST_ERROR`, more than float32's.
+    rescale_threshold : float, optional
+        For "flash4", by how many powers of two a tile must exceed a row's maximum for the row to be
+        rescaled, from 0 (always, as in FlashAttention-2) to 32. Default: 8, the published one. The
+        result's `rescales` says how often each row was.
     fp8 : int, optional
         For "flash3-fp8", the rows of Q, K and V that share a scale: those of a block, or from N on
         one scale for the whole array. q is not float64. Q, K and V then take a byte an element in
@@ -324,7 +329,8 @@ def attention(
     limit, limit_bytes = checks.budgets(sram, sram_bytes)
     check_required(
         algorithm, block_mask=block_mask, local_window=local_window, projection=projection,
-        splits=splits, block_tables=block_tables, exp_emulation=exp_emulation, fp8=fp8,
+        splits=splits, block_tables=block_tables, exp_emulation=exp_emulation,
+        rescale_threshold=rescale_threshold, fp8=fp8,
     )  # fmt: skip
     problem = checked(
         q, k, v, is_causal=is_causal, causal_align=causal_align, window=window,
@@ -333,7 +339,7 @@ def attention(
         local_window=local_window, projection=projection,
         splits=splits if "splits" in row.options else 1,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_tables=block_tables,
-        seq_lens=seq_lens, exp_emulation=exp_emulation,
+        seq_lens=seq_lens, exp_emulation=exp_emulation, rescale_threshold=rescale_threshold,
         fp8=fp8, incoherent=incoherent,
     )  # fmt: skip
     head, rows = problem.head, problem.q.shape[:-1]

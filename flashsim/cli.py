@@ -206,6 +206,20 @@ def run(
             help="Share of the exponentials that are polynomials of a degree; for flash4.",
         ),
     ] = None,
+    rescale_threshold: Annotated[
+        float | None,
+        typer.Option(
+            metavar="POWERS",
+            help="Powers of two by which a row's maximum must rise for a rescaling; for flash4.",
+            show_default="8",
+        ),
+    ] = None,
+    incoherent: Annotated[
+        bool, typer.Option(help="Rotate Q and K before FP8 rounds them; for flash3-fp8.")
+    ] = True,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Put the real tokens in a row, without padding.")
+    ] = False,
     causal: Causal = False,
     causal_align: CausalAlign = "bottom-right",
     window: Window = None,
@@ -233,6 +247,7 @@ def run(
     check_output(json, csv, plot)
     from . import reports, verify
     from .cost.devices import device as preset
+    from .inputs import packed as pack
 
     gpu = preset(device)
     budget = _budget(sram, sram_kb, DEFAULT_SRAM_KB * 1024)
@@ -241,14 +256,18 @@ def run(
         "is_causal": causal, "causal_align": causal_align, "window": _window(window),
         "scale": scale, "dropout_p": dropout, "seed": dropout_seed,
         "local_window": local_window, "projection": projection, "splits": splits,
-        "fp8": fp8, "exp_emulation": _emulation(exp_emulation), "page": page_size,
+        "fp8": fp8, "incoherent": incoherent, "page": page_size,
+        "exp_emulation": _emulation(exp_emulation), "rescale_threshold": rescale_threshold,
     }  # fmt: skip
     if file is None and (causal or window or scale is not None or dropout or layout):
         inputs = replace(inputs, expected_output=None)  # it is that of the model's own settings
+    if packed:
+        inputs, what["cu_seqlens_q"] = pack(inputs)
     do = verify.output_gradient(inputs, seed) if backward else None
     given = _given(
         block_mask=layout, local_window=local_window, projection=projection, splits=splits,
         fp8=fp8, exp_emulation=exp_emulation, block_tables=page_size,
+        rescale_threshold=rescale_threshold, incoherent=None if incoherent else False,
     )  # fmt: skip
     chosen = verify.variants(algorithm or [], backward, given)
     size = tile_rows(tiles)
@@ -334,7 +353,7 @@ def io(
         fp8=fp8,
     )  # fmt: skip
     records = verify.io_records(
-        verify.variants(algorithm or [], backward, given),
+        verify.variants(algorithm or [], backward, given, run=False),
         budget=budget, rule=rule,
         tiles=size, device=gpu, backward=backward, block_mask=keep, **problem,
     )  # fmt: skip

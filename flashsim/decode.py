@@ -9,7 +9,7 @@ import numpy as np
 from . import checks
 from .attention import Attention, attention
 from .checks import bad, bad_type
-from .problem import as_array
+from .problem import as_floats
 
 Array = np.ndarray[Any, Any]
 
@@ -37,6 +37,8 @@ class KVCache:
 
     def __init__(self, k: Any, v: Any, *, capacity: int) -> None:
         k, v = _pair(k, v)
+        if v.dtype != k.dtype:
+            raise bad_type("v.dtype", str(v.dtype), f"{k.dtype}, the dtype of k")
         self.length = k.shape[-2]
         room = checks.integer("capacity", capacity, max(1, self.length))
         self._k, self._v = (np.empty((*x.shape[:-2], room, x.shape[-1]), x.dtype) for x in (k, v))
@@ -88,15 +90,24 @@ class KVCache:
             Queries of the last n tokens, whose keys and values are in the cache.
         algorithm, **how
             As in `flashsim.attention`. Causal, aligned bottom-right: query n - 1 sees all.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If there are more queries than tokens, or `attention` cannot take what is given.
         """
-        return attention(q, self.k, self.v, algorithm=algorithm, is_causal=True, **how)
+        q = as_floats("q", q)
+        if q.shape[-2] > self.length:
+            raise bad("q.shape", q.shape, f"at most {self.length} queries, as many as tokens")
+        return attention(
+            q, self.k, self.v, algorithm=algorithm, is_causal=True, causal_align="bottom-right",
+            **how,
+        )  # fmt: skip
 
 
 def _pair(k: Any, v: Any) -> tuple[Array, Array]:
     """k and v, checked as far as they must fit to each other."""
-    k, v = as_array("k", k), as_array("v", v)
-    if k.ndim < 2:
-        raise bad("k.shape", k.shape, "at least two dimensions, (..., N, d)")
+    k, v = as_floats("k", k), as_floats("v", v)
     if v.shape[:-1] != k.shape[:-1]:
         raise bad("v.shape", v.shape, f"{k.shape[:-1]} and a width, to go with k.shape={k.shape}")
     return k, v

@@ -33,7 +33,8 @@ def quantised(x: Array, rows: int) -> tuple[Array, Array]:
     largest = np.where(np.isfinite(x), np.abs(x), 0).max(axis=1, initial=0)
     scales = [largest[a : a + rows].max() / x.dtype.type(LARGEST) for a in range(0, N, rows)]
     scale = np.repeat(np.array(scales, x.dtype), min(rows, max(1, N)))[:N]
-    scale[scale == 0] = 1
+    least = np.finfo(x.dtype).tiny  # a smaller scale has lost its own digits
+    scale = np.where(scale == 0, 1, np.maximum(scale, least)).astype(x.dtype)
     return (x / scale[:, None]).astype(E4M3), scale
 
 

@@ -60,6 +60,41 @@ class Inputs:
     do: Array | None = None
 
 
+def packed(inputs: Inputs) -> tuple[Inputs, list[int]]:
+    """The real tokens of all items one after the other, (heads, total, width), and where each ends.
+
+    Returns
+    -------
+    Inputs
+        Without padding.
+    list of int
+        Cumulative lengths from 0 to total: `cu_seqlens_q`.
+
+    Raises
+    ------
+    ValueError
+        If it is no self-attention, or there is a mask array, which has no place in a pack.
+    """
+    batch, N = inputs.q.shape[:-3], inputs.q.shape[-2]
+    if inputs.q.ndim < 3 or inputs.k.shape[-2] != N:
+        given = f"{inputs.q.shape} and {inputs.k.shape}"
+        raise checks.bad("q.shape, k.shape", given, "(..., heads, N, d), as many keys, to pack")
+    if inputs.attn_mask is not None:
+        raise checks.bad("attn_mask", "given", "None, to pack")
+    real = np.ones((*batch, N), bool)
+    if inputs.key_padding_mask is not None:
+        real = inputs.key_padding_mask.reshape(*batch, N)
+    items = list(np.ndindex(*batch))
+
+    def together(x: Array | None) -> Array | None:
+        return None if x is None else np.concatenate([x[at][:, real[at]] for at in items], axis=1)
+
+    names = ("q", "k", "v", "expected_output", "do")
+    arrays: dict[str, Any] = {name: together(getattr(inputs, name)) for name in names}
+    ends = np.cumsum([0, *(real[at].sum() for at in items)]).tolist()
+    return Inputs(f"{inputs.origin}, packed", **arrays), ends
+
+
 def random_inputs(
     shape: tuple[int, int, int, int], seed: int = 0, dtype: str = "float32"
 ) -> Inputs:

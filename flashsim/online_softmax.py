@@ -95,6 +95,19 @@ def weigh(P: Array, V: Array, live: Callable[[], Array]) -> Array:
     return out
 
 
+def marked_exp(S: Array, m: Array, out: Array | None = None) -> Array:
+    """As `exp`, but -0 where S is masked, for a product with V that the mask does not reach."""
+    masked = np.isneginf(S)
+    P = exp(S, m, out=out)
+    np.copyto(P, -0.0, where=masked)
+    return P
+
+
+def times_V(P: Array, V: Array) -> Array:
+    """P V, in which a weight of -0 takes nothing from V; one of 0 has underflowed, and counts."""
+    return weigh(P, V, lambda: (P != 0) | ~np.signbit(P))
+
+
 def softmax_gradient(P: Array, dP: Array, D: Array) -> Array:
     """dS = P ∘ (dP - D) row by row, with D (rows,) = rowsum(P ∘ dP); overwrites dP."""
     dP -= D[:, None]

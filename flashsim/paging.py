@@ -10,7 +10,7 @@ import numpy as np
 from . import checks
 from .attention import Attention, attention
 from .checks import bad, bad_type
-from .problem import as_array
+from .problem import as_floats
 
 Array = np.ndarray[Any, Any]
 
@@ -26,19 +26,32 @@ def paginate(
     page : int
         Rows of a page.
     lengths : sequence of int, optional
-        Tokens of each item; default: all.
+        Tokens of each item, N at most; default: all.
 
     Returns
     -------
     k, v : array (pages, page, d), (pages, page, dv), or with heads after the pages
     how : dict
         block_tables and seq_lens.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the arrays do not fit to each other, or a length is more than they hold.
     """
     checks.integer("page", page, 1)
+    k, v = as_floats("k", k), as_floats("v", v)
+    if k.ndim not in (2, 4):
+        raise bad("k.shape", k.shape, "(N, d) or (batch, heads, N, d)")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise bad("v.shape", v.shape, f"{k.shape[:-1]} and a width, to go with k.shape={k.shape}")
     alone = k.ndim == 2
     if alone:
         k, v = k[None, None], v[None, None]
-    lengths = [k.shape[2]] * len(k) if lengths is None else lengths
+    given = [k.shape[2]] * len(k) if lengths is None else lengths
+    lengths = checks.integers("lengths", given, 0, k.shape[2] + 1).tolist()
+    if len(lengths) != len(k):
+        raise bad("lengths", lengths, f"{len(k)} numbers, one for each item")
     pages = sum(-(-n // page) for n in lengths)
     cache = PagedKVCache(
         *(np.zeros((pages, x.shape[1], page, x.shape[3]), x.dtype) for x in (k, v))
@@ -60,6 +73,11 @@ class PagedKVCache:
     k, v : array (pages, heads, page, d), (pages, heads, page, dv)
         The pool, which it works in; what is in no page of a sequence may be anything.
 
+    Raises
+    ------
+    ValueError, TypeError
+        If they are not writable NumPy arrays of one float type that fit to each other.
+
     Notes
     -----
     A page has one writer: `fork` shares the pages that are full, and copies the last one if it is
@@ -76,8 +94,14 @@ class PagedKVCache:
 
     def __init__(self, k: Array, v: Array) -> None:
         for name, x in (("k", k), ("v", v)):
+            checks.instance(name, x, np.ndarray, "a NumPy array, which the cache works in")
+            as_floats(name, x)
             if x.ndim != 4 or x.shape[:3] != k.shape[:3] or 0 in x.shape[1:]:
                 raise bad(f"{name}.shape", x.shape, "(pages, heads, page, width), k and v alike")
+            if not x.flags.writeable:
+                raise bad(name, "a read-only array", "one that can be written to")
+        if v.dtype != k.dtype:
+            raise bad_type("v.dtype", str(v.dtype), f"{k.dtype}, the dtype of k")
         self.k, self.v = k, v
         self.tables: list[list[int]] = []  # of each sequence, its pages in order
         self.lengths: list[int] = []
@@ -121,7 +145,7 @@ class PagedKVCache:
             If they do not fit to the pool, or there are too few free pages; nothing is added then.
         """
         table, length = self._of(sequence)
-        k, v = as_array("k", k), as_array("v", v)
+        k, v = as_floats("k", k), as_floats("v", v)
         for name, x, pool in (("k", k, self.k), ("v", v, self.v)):
             shape = (pool.shape[1], k.shape[1] if k.ndim == 3 else -1, pool.shape[3])
             if x.shape != shape:
@@ -164,11 +188,20 @@ class PagedKVCache:
         """Attention of the last tokens of some sequences, q (sequences, heads, n, d), causal.
 
         **how: as for `flashsim.attention`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If a sequence has fewer than n tokens, or `attention` cannot take what is given.
         """
+        q, tables = as_floats("q", q), self.block_tables(sequences)
+        lengths = [self.lengths[sequence] for sequence in sequences]
+        if lengths and q.shape[-2] > min(lengths):
+            most = f"at most {min(lengths)} queries, the tokens of the shortest sequence"
+            raise bad("q.shape", q.shape, most)
         return attention(
-            q, self.k, self.v, algorithm="paged", is_causal=True,
-            block_tables=self.block_tables(sequences),
-            seq_lens=[self.lengths[sequence] for sequence in sequences], **how,
+            q, self.k, self.v, algorithm="paged", is_causal=True, causal_align="bottom-right",
+            block_tables=tables, seq_lens=lengths, **how,
         )  # fmt: skip
 
     def block_tables(self, sequences: Sequence[int]) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import checks
 from .checks import bad, bad_type
-from .cost.counts import Head
+from .cost.counts import THRESHOLD, Head
 from .cost.splits import MOST_SPLITS, usual_splits
 from .dropout import Dropout
 from .exp2 import checked_emulation
@@ -21,6 +21,7 @@ from .memory import Machine, widened
 
 Array = np.ndarray[Any, Any]
 
+LARGEST_THRESHOLD = 32  # powers of two: far below float32's 127
 LARGEST_WINDOWS = 2**12  # of local attention: a layout of 2^24 blocks
 
 
@@ -79,6 +80,7 @@ class Problem:
     fp8: int | None = None  # rows that share a scale
     incoherent: bool = True  # in FP8, whether Q and K are rotated
     emulation: tuple[float, int] | None = None  # share and degree of polynomial exponentials
+    threshold: float | None = None  # powers of two that m may lag behind; None: the published ones
 
     def as_given(self, x: Array) -> Array:
         """x (*batch, heads, ...) with the leading dimensions that q came with."""
@@ -102,6 +104,7 @@ class Problem:
             unmixed=0 if self.projection is None else self.k.shape[-2],
             splits=self.splits,
             emulation=self.emulation,
+            threshold=THRESHOLD if self.threshold is None else self.threshold,
         )
 
     def inputs(self, at: tuple[int, ...]) -> dict[str, Array]:
@@ -111,7 +114,10 @@ class Problem:
         if self.projection is not None:
             found |= {"E": self.projection[0][at[:-1]], "F": self.projection[1][at[:-1]]}
         if self.fp8 is not None:
-            return {name: values for name, (values, _) in self._quantised(found).items()}
+            return {
+                name: values
+                for name, (values, _) in self._quantised(found, self._real_at(at)).items()
+            }
         return found
 
     def scales(self, at: tuple[int, ...]) -> dict[str, Array]:
@@ -120,16 +126,26 @@ class Problem:
             return {}
         keys = self.keys_at(at)
         given = {"qs": self.q[self.rows_at(at)], "ks": self.k[keys], "vs": self.v[keys]}
-        return {name: scale for name, (_, scale) in self._quantised(given).items()}
+        return {
+            name: scale for name, (_, scale) in self._quantised(given, self._real_at(at)).items()
+        }
 
-    def _quantised(self, given: dict[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """e4m3 values and row scales of (Q, K, V); rotated Q and K are kept in the type of q."""
+    def _quantised(
+        self, given: dict[str, Array], real: Array | None
+    ) -> dict[str, tuple[Array, Array]]:
+        """e4m3 values and row scales of (Q, K, V); padded keys are 0, and count for no scale."""
         assert self.fp8 is not None
         Q, K, V = (x.astype(widened(x.dtype)) for x in given.values())
+        if real is not None:
+            K[~real], V[~real] = 0, 0
         if self.incoherent:
             R = rotation(Q.shape[-1]).astype(Q.dtype)
-            Q, K = (X.astype(self.q.dtype).astype(X.dtype) for X in (Q @ R, K @ R))
+            Q, K = Q @ R, K @ R
         return {name: quantised(x, self.fp8) for name, x in zip(given, (Q, K, V), strict=True)}
+
+    def _real_at(self, at: tuple[int, ...]) -> Array | None:
+        """Which keys of one query head are no padding; None: all."""
+        return None if self.real is None else self.real[at[:-1]]
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -169,12 +185,11 @@ class Problem:
         if self.tables is not None:
             table = self.tables[self._item(at)]
             return Mask(self.q.shape[-2], table.length, lo=table.lo, hi=table.hi)
-        keys = None if self.real is None else self.real[at[:-1]]
         return Mask(
             *self.lengths,
             lo=self.lo,
             hi=self.hi,
-            keys=keys,
+            keys=self._real_at(at),
             layout=self.layout,
             array=array,
             d_array=d_mine,
@@ -249,18 +264,20 @@ def checked(
     dropout_p: Any = 0.0, seed: Any = 0, enable_gqa: Any = False, block_mask: Any = None,
     tiles: Any = None, local_window: Any = None, projection: Any = None, splits: Any = 1,
     cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, block_tables: Any = None,
-    seq_lens: Any = None,
-    exp_emulation: Any = None, fp8: Any = None, incoherent: Any = True,
+    seq_lens: Any = None, exp_emulation: Any = None, rescale_threshold: Any = None,
+    fp8: Any = None, incoherent: Any = True,
 ) -> Problem:  # fmt: skip
     """Check everything that says what is to be computed, and bring it into one form."""
-    q, k, v = _floats("q", q), _floats("k", k), _floats("v", v)
+    q, k, v = as_floats("q", q), as_floats("k", k), as_floats("v", v)
     pages = page = 0
-    if block_tables is not None:
-        pages, page = k.shape[0], k.shape[-2]
-        k, v = (_pooled(name, x, q) for name, x in (("k", k), ("v", v)))
+    given = k.shape  # messages name the shape that k came with, pages or not
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise bad_type(f"{name}.dtype", str(x.dtype), f"{q.dtype}, the dtype of q")
+    if block_tables is not None:
+        pages, page = _pages(q, k, v)
+        k, v = _pooled(k, q), _pooled(v, q)
+    for name, x in (("k", k), ("v", v)):
         if x.ndim != q.ndim:
             raise bad(f"{name}.shape", x.shape, f"{q.ndim} dimensions, as q has: q.shape={q.shape}")
     alone = q.ndim == 2
@@ -273,9 +290,9 @@ def checked(
     if v.shape[:-1] != k.shape[:-1]:
         raise bad("v.shape", v.shape, f"{k.shape[:-1]} and a width, to go with k.shape={k.shape}")
     if shared != H and not checks.flag("enable_gqa", enable_gqa):
-        raise bad("k.shape", k.shape, f"{H} heads, as q has; fewer only with enable_gqa=True")
+        raise bad("k.shape", given, f"{H} heads, as q has; fewer only with enable_gqa=True")
     if shared != H and (shared == 0 or H % shared):
-        raise bad("k.shape", k.shape, f"a number of heads that divides the {H} of q")
+        raise bad("k.shape", given, f"a number of heads that divides the {H} of q")
 
     rules: dict[str, Any] = {
         "is_causal": checks.flag("is_causal", is_causal),
@@ -339,18 +356,35 @@ def checked(
         sequences=sequences,
         tables=tables,
         page=page,
-        fp8=_rows_of_a_scale(fp8, q.dtype),
-        incoherent=checks.flag("incoherent", incoherent),
+        fp8=rows_of_a_scale(fp8, q.dtype),
+        incoherent=_rotates(incoherent, fp8),
         emulation=checked_emulation(exp_emulation),
+        threshold=_threshold(rescale_threshold),
     )  # fmt: skip
 
 
-def _rows_of_a_scale(fp8: Any, dtype: np.dtype[Any]) -> int | None:
+def rows_of_a_scale(fp8: Any, dtype: np.dtype[Any]) -> int | None:
+    """`fp8`, checked, for inputs of a dtype."""
     if fp8 is None:
         return None
     if dtype == np.float64:
-        raise bad_type("q.dtype", "float64", "float16, bfloat16 or float32 with fp8")
+        raise bad_type("dtype", "float64", "float16, bfloat16 or float32 with fp8")
     return checks.integer("fp8", fp8, 1)
+
+
+def _rotates(incoherent: Any, fp8: Any) -> bool:
+    if not checks.flag("incoherent", incoherent) and fp8 is None:
+        raise bad("incoherent", incoherent, "True, as fp8 is not given")
+    return bool(incoherent)
+
+
+def _threshold(given: Any) -> float | None:
+    if given is None:
+        return None
+    accepted = f"powers of two from 0 to {LARGEST_THRESHOLD}"
+    if not 0 <= checks.number("rescale_threshold", given, accepted) <= LARGEST_THRESHOLD:
+        raise bad("rescale_threshold", given, accepted)
+    return float(given)
 
 
 def longest(sequences: tuple[Sequence, ...]) -> tuple[int, int]:
@@ -411,13 +445,20 @@ def cumulative(name: str, given: Any, rows: int, of: str) -> list[int]:
     return found
 
 
-def _pooled(name: str, x: Array, q: Array) -> Array:
+def _pages(q: Array, k: Array, v: Array) -> tuple[int, int]:
+    """How many pages k and v are, and the rows of one."""
+    shape = "(pages, page, d)" if q.ndim == 2 else "(pages, heads, page, d)"
+    if k.ndim != min(q.ndim + 1, 4) or k.shape[-1] != q.shape[-1]:
+        raise bad("k.shape", k.shape, f"{shape} with d={q.shape[-1]}, as block_tables is given")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise bad("v.shape", v.shape, f"{k.shape[:-1]} and a width, to go with k.shape={k.shape}")
+    return k.shape[0], k.shape[-2]
+
+
+def _pooled(x: Array, q: Array) -> Array:
     """Pages (pages, heads, page, width), or without heads, as rows that any item of q may read."""
-    if x.ndim != min(q.ndim + 1, 4):
-        shape = "(pages, page, d)" if q.ndim == 2 else "(pages, heads, page, d)"
-        raise bad(f"{name}.shape", x.shape, f"{shape}, as block_tables is given")
     rows = np.moveaxis(x, 0, -3)
-    rows = rows.reshape(*rows.shape[:-3], -1, x.shape[-1])
+    rows = rows.reshape(*rows.shape[:-3], rows.shape[-3] * rows.shape[-2], x.shape[-1])
     return np.broadcast_to(rows, (*q.shape[:-3], *rows.shape))
 
 
@@ -495,7 +536,8 @@ def as_array(name: str, given: Any) -> Array:
         raise bad(name, "what NumPy cannot make an array of", f"an array ({error})") from error
 
 
-def _floats(name: str, given: Any) -> Array:
+def as_floats(name: str, given: Any) -> Array:
+    """An array (..., N, width) of a float type that attention takes."""
     x = as_array(name, given)
     if x.dtype.name not in checks.FLOATS:
         raise bad_type(f"{name}.dtype", str(x.dtype), "one of " + ", ".join(checks.FLOATS))

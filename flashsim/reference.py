@@ -85,7 +85,7 @@ def exact(q: Any, k: Any, v: Any, **what: Any) -> Exact:
         logsumexp to one number loses |lse| units in the last place of its weight. With `fp8` it is
         attention over Q, K and V in e4m3, and the bound is that of weights that are rounded to
         e4m3. With `exp_emulation` every weight may be off by the polynomial's largest error as
-        well.
+        well, and with `rescale_threshold` by the rounding of an argument that is so far above 0.
 
     Notes
     -----
@@ -162,6 +162,8 @@ class _Rows:
             records += problem.splits
         if problem.emulation is not None:  # a polynomial, of an argument scaled by log2(e)
             self.common += LARGEST_ERROR[problem.emulation[1]] / self.u + 3 * (self.fall + EXP_ULPS)
+        if problem.threshold is not None:  # an exponential's argument may be so much above 0
+            self.common += problem.threshold * np.log(2)
         self.rescales = LAMBDA * EXP_ULPS * np.sqrt(records)
         self.rescales += self.fall.max(axis=1, initial=0)
 

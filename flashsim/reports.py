@@ -67,11 +67,26 @@ def run_report(
             "error / bound: largest error of the output, and of the lse, against float64, in units "
             "of the bound computed for it" + ("; backward, of dq, dk and dv." if backward else "."),
             *([OFF_EXACT] if coarse else []),
+            *_parts(records),
+            *(
+                f"{label(r)}: {r['rescales']} rescalings, of a row after its first tile."
+                for r in records
+                if r.get("rescales") is not None
+            ),
             *_remarks(records, gpu),
         ],
         failures=[f"{pass_label(r)}: {failure}" for r in records for failure in r["failures"]],
         verdict=verdict + ".",
     )
+
+
+def _parts(records: list[Record]) -> list[str]:
+    """Into how many parts split-KV decoding cuts the keys, by a rule where no number is given."""
+    return [
+        f"{label(r)}: the keys in {r['splits']} part{'s' * (r['splits'] > 1)}."
+        for r in records
+        if r["algorithm"] == "split_kv" and r["pass"] == "forward"
+    ]
 
 
 OFF_EXACT = (
@@ -231,7 +246,7 @@ def io_report(
     block_mask: Any = None,
 ) -> Report:
     """The report of `flashsim io`; rule is None where the tiles were given."""
-    remarks = [*_remarks(records, gpu), *_bound_remarks(records)]
+    remarks = [*_parts(records), *_remarks(records, gpu), *_bound_remarks(records)]
     over = []
     for record in records:
         need, limit, unit = _need(record, budget)

@@ -39,7 +39,7 @@ OPTIONS = {
     "local_window": "--local-window too, the queries of a window",
     "projection": "--projection too, the keys that all are mixed into",
     "fp8": "--fp8 too, the rows that share a scale",
-    "block_tables": "--page-size too, the rows of a page, of `flashsim run`",
+    "block_tables": "--page-size too, the rows of a page",
 }
 
 AN_ERROR = "a number of at least 0"
@@ -55,13 +55,14 @@ def conventions(algorithm: str, backward: bool = False) -> tuple[str, ...]:
 
 
 def variants(
-    names: Iterable[str], backward: bool = False, given: Iterable[str] = ()
+    names: Iterable[str], backward: bool = False, given: Iterable[str] = (), *, run: bool = True
 ) -> list[tuple[str, str]]:
     """(algorithm, convention) for names such as "flash2" or "flash1:elided".
 
     A name without a convention stands for all under which the forward pass differs, or with
     `backward` either pass. No names stand for all the usual algorithms that differ in these passes
-    and run with what is `given`, of the arguments that are some algorithm's own.
+    and run with what is `given`, of the arguments that are some algorithm's own. Where nothing is
+    `run`, pages are not asked for: what attention costs does not depend on them.
 
     Raises
     ------
@@ -80,7 +81,7 @@ def variants(
     for name in names or usual:
         algorithm, colon, convention = name.partition(":")
         row = ALGORITHMS[checks.choice("algorithm", algorithm, ALGORITHMS)]
-        if row.requires not in given:
+        if row.requires not in given and (run or row.requires != "block_tables"):
             raise ValueError(f"--algorithm {name}: expected {OPTIONS[row.requires]}")
         if backward:
             backward_of(algorithm)
@@ -94,7 +95,8 @@ def variants(
         (name,) = (
             name for name, row in ALGORITHMS.items() if requires in (row.requires, *row.options)
         )
-        option = "--page-size" if requires == "block_tables" else f"--{requires.replace('_', '-')}"
+        others = {"block_tables": "--page-size", "incoherent": "--no-incoherent"}
+        option = others.get(requires, f"--{requires.replace('_', '-')}")
         raise ValueError(f"{option}: expected only with --algorithm {name}")
     return list(dict.fromkeys(found))
 
@@ -162,6 +164,8 @@ def run_records(
     splits: int | None = None,
     page: int | None = None,
     exp_emulation: tuple[float, int] | None = None,
+    rescale_threshold: float | None = None,
+    incoherent: bool = True,
     **what: Any,
 ) -> list[Record]:
     """Run each variant on the inputs and hold it against float64 and against its closed form.
@@ -184,8 +188,10 @@ def run_records(
         Of "split_kv"; it is held against a bound of its own, which knows of the merge.
     page : int, optional
         Rows of a page, for "paged": the keys that are real are put in pages in a random order.
-    exp_emulation : (share, degree), optional
-        Of "flash4"; likewise, with the error of the polynomial.
+    exp_emulation, rescale_threshold : optional
+        Of "flash4"; likewise, with the error of the polynomial, or of larger exponents.
+    incoherent : bool
+        Of "flash3-fp8".
 
     Returns
     -------
@@ -207,12 +213,14 @@ def run_records(
     on_step("float64 reference")
     references = {"": exact(q, k, v, **what, tiles=tiles)}
     for name, size in coarse.items():
-        references[name] = exact(q, k, v, **what, tiles=tiles, **{name: size})
+        coarse_how = {name: size} | ({"incoherent": incoherent} if name == "fp8" else {})
+        references[name] = exact(q, k, v, **what, tiles=tiles, **coarse_how)
     gradients = None
     if do is not None:
         on_step("float64 gradients")
         gradients = exact_gradients(q, k, v, do, **what, tiles=tiles)
     real = _real_rows(inputs)
+    of_flash4 = {"exp_emulation": exp_emulation, "rescale_threshold": rescale_threshold}
     records = []
     for algorithm, convention, shown in passes(chosen, do is not None):
         on_step(f"{algorithm}, {convention}")
@@ -223,8 +231,11 @@ def run_records(
             mine = {n: x for n, x in what.items() if n != "key_padding_mask"} | pages
         how = {"convention": convention, **budget, **mine, **_own(entry, coarse, splits)}
         own_bound: dict[str, Any] = {}
-        if exp_emulation is not None and "exp_emulation" in entry.options:
-            how["exp_emulation"] = own_bound["exp_emulation"] = exp_emulation
+        for name, given in of_flash4.items():
+            if given is not None and name in entry.options:
+                how[name] = own_bound[name] = given
+        if "incoherent" in entry.options:
+            how["incoherent"] = incoherent
         try:
             out = attention(q, key, value, algorithm=algorithm, tiles=tiles, **how)
         except SramOverflow as error:
@@ -343,6 +354,8 @@ def _forward_record(out: Attention, convention: str, reference: Exact, device: D
         **_moved("forward", out.algorithm, convention, out.tiles, out.traffic, device),
         "output_error_over_bound": reference.output_ratio(out.output),
         "lse_error_over_bound": reference.lse_ratio(out.lse),
+        "splits": out.splits,
+        "rescales": None if out.rescales is None else int(out.rescales.sum()),
         "sram_elements": out.sram_peak_elements,
         "sram_bytes": out.sram_peak_bytes,
         "extra_hbm_elements": out.extra_hbm_elements,
@@ -530,6 +543,7 @@ def io_records(
                 "flops_per_byte": cost.flops / cost.total_bytes if cost.total_bytes else None,
                 "sram_elements": cost.sram_elements,
                 "sram_bytes": cost.sram_bytes,
+                "splits": 1 if back else met.splits,
                 "fits": over <= 0,
                 "extra_hbm_elements": cost.extra_hbm_elements,
                 "compulsory_elements": compulsory or 0,

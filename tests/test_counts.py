@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import flashsim as fs
-from flashsim import memory
+from flashsim import memory, online_softmax
 from flashsim.algorithms import (
     ALGORITHMS,
     flash1,
@@ -28,6 +28,7 @@ from strategies import BACKWARDS, DTYPES, VARIANTS, Call, calls, tilings, varian
 # The modules that take exponentials.
 EXPONENTIALS = (
     flash1, flash2, flash3, flash4, standard, square_tiles, resident_scores, rabe_staats, split_kv,
+    online_softmax,
 )  # fmt: skip
 
 

@@ -235,6 +235,7 @@ REFUSED = {
     "missing": ({"fp8": None}, ValueError, "fp8=None: expected the rows that share a scale"),
     "zero": ({"fp8": 0}, ValueError, "fp8=0: expected an integer of at least 1"),
     "a float": ({"fp8": 64.0}, TypeError, "fp8=64.0: expected an integer"),
+    "rotated elsewhere": ({"algorithm": "flash2", "fp8": None, "incoherent": False}, ValueError, "incoherent=False: expected True, as fp8 is not given"),
     "incoherent": ({"fp8": 64, "incoherent": "yes"}, TypeError, "incoherent='yes': expected True or False"),
 }  # fmt: skip
 
@@ -249,5 +250,45 @@ def test_an_unusable_size_is_named_with_its_value_and_what_is_accepted(case):
 
 def test_float64_is_not_made_eight_bits_of():
     q = np.ones((4, 2))
-    with pytest.raises(TypeError, match=r"q\.dtype='float64': expected float16, bfloat"):
+    with pytest.raises(TypeError, match=r"dtype='float64': expected float16, bfloat"):
         fs.attention(q, q, q, algorithm="flash3-fp8", fp8=2)
+    with pytest.raises(TypeError, match=r"dtype='float64': expected float16, bfloat"):
+        fs.io_cost("flash3-fp8", N=4, d=2, fp8=2, dtype="float64")
+
+
+@pytest.mark.parametrize("rows", [0, -4, 2.5, "8"])
+def test_a_closed_form_takes_no_size_that_a_run_does_not(rows):
+    with pytest.raises((ValueError, TypeError), match="fp8="):
+        fs.io_cost("flash3-fp8", N=4, d=2, fp8=rows)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+def test_what_is_in_padded_slots_is_for_nobody_not_even_for_a_scale(rows):
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 32, 8)).astype(np.float32)
+    real = np.arange(32)[None] < 21
+    how = {"algorithm": "flash3-fp8", "fp8": rows, "key_padding_mask": real, "tiles": (8, 8)}
+    k[..., 21:, :] = v[..., 21:, :] = 0
+    empty = fs.attention(q, k, v, **how)
+    for garbage in (1e6, -1e30, np.inf, np.nan):
+        k[..., 21:, :] = v[..., 21:, :] = garbage
+        full = fs.attention(q, k, v, **how)
+        assert same_bits(full.output, empty.output)
+        assert same_bits(full.lse, empty.lse)
+
+
+def test_rotated_numbers_may_exceed_float16():
+    """A row of one size and the signs of a column of the rotation has its whole norm there."""
+    q = (1.2e4 * np.sign(fp8.rotation(64)[:, :1].T)).astype(np.float16)
+    k = v = np.ones((2, 64), np.float16)
+    out = fs.attention(q, k, v, algorithm="flash3-fp8", fp8=1, scale=1e-6)
+    assert np.isfinite(out.output).all()
+    assert exact(q, k, v, fp8=1, scale=1e-6).output_ratio(out.output) <= 1
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_subnormal_numbers_do_not_overflow_e4m3(name):
+    given = {n: np.ones((4, 8), np.float32) for n in "qkv"}
+    given[name] = np.full((4, 8), 7e-43, np.float32)
+    out = fs.attention(**given, algorithm="flash3-fp8", fp8=2)
+    assert np.isfinite(out.output).all()
+    assert exact(**given, fp8=2).output_ratio(out.output) <= 1

@@ -2,16 +2,16 @@
 
 # ruff: noqa: E501 (a table: one refusal a line)
 
-from dataclasses import replace
-from typing import Any
+import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import flashsim as fs
-from flashsim.algorithms import flash4
+from flashsim import cli
 from flashsim.exp2 import COEFFICIENTS, LARGEST_ERROR, emulated, exp2, on_unit_interval
 from flashsim.papers.fa4 import lazily_rescaled
 from flashsim.reference import exact
@@ -21,26 +21,26 @@ degrees = st.integers(1, 5)
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]) | st.floats(0, 1)
 
 
-def eager(*arrays: Any, **how: Any) -> None:
-    flash4.flash_attention_4(*arrays, **{**how, "threshold": 0.0})
-
-
 @given(calls(dtypes=DTYPES), tilings)
 def test_a_threshold_of_nothing_is_flash_attention_2_bit_for_bit(call, tiles):
-    row = fs.ALGORITHMS["flash4"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fs.ALGORITHMS, "flash4", replace(row, forward=eager))
-        out = fs.attention(*call, algorithm="flash4", tiles=tiles, **call.what)
+    how = {"algorithm": "flash4", "rescale_threshold": 0}
+    out = fs.attention(*call, tiles=tiles, **how, **call.what)
     same = fs.attention(*call, algorithm="flash2", tiles=tiles, **call.what)
     assert same_bits(out.output, same.output)
     assert same_bits(out.lse, same.lse)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.floats(0.1, 30), st.floats(0, 40))
-def test_any_threshold_gives_the_same_output(seed, tile, scale, threshold):
-    q, k, v = np.random.default_rng(seed).standard_normal((3, 12, 4)) * [[[scale]], [[1]], [[1]]]
-    O, _ = lazily_rescaled(q, k, v, tile, threshold)
-    assert pytest.approx(exact(q, k, v).output, rel=1e-9, abs=1e-9) == O
+@given(calls(dtypes=DTYPES), tilings, st.floats(0, 32))
+def test_any_threshold_is_within_the_bound_and_higher_ones_rescale_no_more(call, tiles, threshold):
+    what = {**call.what, "rescale_threshold": threshold}
+    out = fs.attention(*call, algorithm="flash4", tiles=tiles, **what)
+    ref = exact(*call, tiles=tiles, **what)
+    assert ref.output_ratio(out.output) <= 1
+    assert ref.lse_ratio(out.lse) <= 1
+    never = fs.attention(
+        *call, algorithm="flash4", tiles=tiles, **{**what, "rescale_threshold": 32}
+    )
+    assert never.rescales.sum() <= out.rescales.sum()
 
 
 @pytest.mark.parametrize("growth, rescaled", [(7.9, 0), (8.1, 1)])
@@ -66,10 +66,42 @@ def test_rescales_are_those_of_a_maximum_that_stands_still_as_long_as_it_can(cal
                 K = np.ascontiguousarray(k[(*at[:-1], at[-1] // group, slice(j, j + Bc))])
                 largest = (Q @ K.T * scale).max(axis=1)
                 for r, (old, new) in enumerate(zip(m, largest, strict=True)):
-                    if new > old + flash4.THRESHOLD * np.log(2):
+                    if new > old + 8 * np.log(2):
                         wanted[(*at, start + r)] += j > 0
                         m[r] = new
     assert out.rescales.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("growth, rescaled", [(7.9, 0), (8.1, 1)])
+def test_the_default_is_the_published_threshold(growth, rescaled):
+    q, k = np.ones((1, 1)), np.array([[0.0], [growth * np.log(2)]])
+    assert fs.attention(q, k, k, algorithm="flash4", tiles=(1, 1)).rescales.tolist() == [rescaled]
+
+
+@given(shares, degrees, st.integers(1, 9), st.integers(0, 60))
+def test_the_weights_that_are_polynomials_are_the_share_asked_for_whatever_the_tiles(
+    share, degree, tile, N
+):
+    """One value is 1 and the others 0, so that an output is a weight, and l all but 1."""
+    k = np.zeros((N + 1, 1))
+    k[0] = 60  # its own weight is 1, also as a polynomial at 0, and m is its score from the start
+    how = {"algorithm": "flash4", "exp_emulation": (share, degree), "tiles": (1, tile)}
+    out = fs.attention(np.ones((N + 1, 1)), k - 30.3, np.eye(N + 1), scale=1.0, **how)
+    off = np.abs(out.output[0, 1:] / np.exp(-60.0) - 1) > 1e-9
+    assert off.tolist() == emulated(slice(1, N + 1), share).tolist()
+
+
+def test_the_command_says_how_often_rows_were_rescaled():
+    run = ["run", "-a", "flash4", "--shape", "1,1,64,4", "--scale", "9", "--tiles", "8,8", "--json"]
+    counts = []
+    for powers in ("0", "8", "32"):
+        result = CliRunner().invoke(cli.app, [*run, "--rescale-threshold", powers])
+        assert result.exit_code == 0, result.output
+        (record,) = json.loads(result.stdout)["records"]
+        counts.append(record["rescales"])
+    assert counts[0] > counts[1] > counts[2] >= 0
+    shown = CliRunner().invoke(cli.app, run[:-1]).stdout
+    assert f"flash4: {counts[1]} rescalings, of a row after its first tile." in shown
 
 
 def test_a_row_that_every_tile_overtakes_is_rescaled_at_every_tile_but_the_first():
@@ -169,12 +201,15 @@ REFUSED = {
     "a number": ({"exp_emulation": 3}, r"exp_emulation=3: expected \(share, degree\)"),
     "share": ({"exp_emulation": (1.5, 3)}, r"exp_emulation\[0\]=1.5: expected a share in \[0, 1\]"),
     "nan": ({"exp_emulation": (np.nan, 3)}, r"exp_emulation\[0\]=nan: expected a share"),
+    "threshold": ({"rescale_threshold": -1}, "rescale_threshold=-1: expected powers of two from 0 to 32"),
+    "no limit": ({"rescale_threshold": np.inf}, "rescale_threshold=inf: expected powers of two"),
+    "elsewhere, lazy": ({"algorithm": "flash2", "rescale_threshold": 8}, "rescale_threshold=8: expected None"),
     "degree": ({"exp_emulation": (0.5, 6)}, r"exp_emulation\[1\]=6: expected an integer of at least 1 and below 6"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_unusable_emulation_is_named_with_what_is_accepted(case):
+def test_an_unusable_option_is_named_with_what_is_accepted(case):
     what, says = REFUSED[case]
     q = np.ones((4, 2), np.float32)
     with pytest.raises(ValueError, match=says):

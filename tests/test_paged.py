@@ -220,8 +220,15 @@ def test_pages_of_another_shape_and_what_has_no_meaning_beside_them_are_refused(
         fs.attention(q, X[0], X[0], algorithm="paged", **GOOD)
     with pytest.raises(ValueError, match=r"k\.shape"):
         fs.attention(q, X[:, :1], X[:, :1], algorithm="paged", **GOOD)
+    with pytest.raises(ValueError, match=r"k\.shape=\(3, 1, 4, 5\): .*2 heads"):
+        fs.attention(q, X[:, :1], X[:, :1], algorithm="paged", **GOOD)
     with pytest.raises(ValueError, match=r"v\.shape"):
         fs.attention(q, X, X[:2], algorithm="paged", **GOOD)
+    other_pages = X.reshape(6, 2, 2, 5)  # as many rows, in pages of two
+    with pytest.raises(ValueError, match=r"v\.shape=\(6, 2, 2, 5\): .*\(3, 2, 4\) and a width"):
+        fs.attention(q, X, other_pages, algorithm="paged", **GOOD)
+    nobody = fs.attention(q[:, :0], X[:, :0], X[:, :0], algorithm="paged", **GOOD)
+    assert nobody.output.shape == (2, 0, 1, 5)
     with pytest.raises(ValueError, match=r"block_tables='given': .*for algorithm='flash2'"):
         fs.attention(q, X, X, **GOOD)
     with pytest.raises(ValueError, match=r"attn_mask='given': .*as block_tables is given"):
@@ -269,7 +276,8 @@ def test_decoding_in_pages_is_decoding_in_a_row_whatever_is_forked(page, prompt,
     assert pool.free_pages == 200 - len(set(held))
     assert all(len(set(table)) == len(table) for table in pool.tables)
     numbers = sorted(plain)
-    q = rng.standard_normal((len(numbers), 2, 1, 4)).astype(np.float32)
+    n = min(3, *pool.lengths)  # the last tokens, each over itself and all before it
+    q = rng.standard_normal((len(numbers), 2, n, 4)).astype(np.float32)
     out = pool.attend(numbers, q, tiles=(1, 3))
     for n, (number, cache) in enumerate(plain.items()):
         one = cache.attend(q[n], algorithm="flash2", tiles=(1, 3))
@@ -295,6 +303,17 @@ def test_a_pool_refuses_what_does_not_fit_and_stays_as_it_was():
         cache.append(1, *np.ones((2, 1, 1, 3), np.float32))
     with pytest.raises(ValueError, match=r"k\.shape"):
         PagedKVCache(*np.zeros((2, 2, 1, 4), np.float32))
+    fresh = np.zeros((2, 1, 4, 3), np.float32)
+    with pytest.raises(TypeError, match=r"k=.*a NumPy array"):
+        PagedKVCache(fresh.tolist(), fresh)
+    with pytest.raises(TypeError, match=r"v\.dtype='float64': expected float32"):
+        PagedKVCache(fresh, fresh.astype(float))
+    with pytest.raises(TypeError, match=r"k\.dtype='int64'"):
+        PagedKVCache(fresh.astype(int), fresh.astype(int))
+    with pytest.raises(ValueError, match="v='a read-only array'"):
+        PagedKVCache(fresh, np.broadcast_to(fresh[0], fresh.shape))
+    with pytest.raises(ValueError, match=r"q\.shape=.*at most 5 queries"):
+        cache.attend([a], np.ones((1, 1, 6, 3), np.float32))
     assert (cache.tables, cache.lengths, cache.free_pages) == ([[0, 1]], [5], 0)
 
 
@@ -323,6 +342,33 @@ def test_the_command_puts_the_real_keys_in_pages():
     assert "--algorithm paged: expected --page-size too" in " ".join(alone.output.split())
     other = runner.invoke(cli.app, ["run", "-a", "flash2", "--page-size", "16"])
     assert "--page-size: expected only with --algorithm paged" in " ".join(other.output.split())
+
+
+@pytest.mark.parametrize(
+    "lengths, error",
+    [
+        ([11, 3], "lengths=.*at least 0 and below 11"),
+        ([-1, 3], "lengths=.*at least 0"),
+        ([1.5, 2], "lengths="),
+        ("a", "lengths="),
+        ([10], "lengths=.*2 numbers"),
+    ],
+)
+def test_lengths_that_do_not_fit_what_goes_into_pages_are_refused(lengths, error):
+    k = np.zeros((2, 3, 10, 4))
+    with pytest.raises((ValueError, TypeError), match=error):
+        paginate(k, k, 4, lengths)
+    with pytest.raises(ValueError, match=r"k\.shape=\(3, 10, 4\): expected \(N, d\) or"):
+        paginate(k[0], k[0], 4)
+    with pytest.raises(ValueError, match=r"v\.shape"):
+        paginate(k, k[:, :, 1:], 4)
+
+
+def test_what_pages_cost_needs_no_pages():
+    result = CliRunner().invoke(cli.app, ["io", "-a", "paged", "-a", "flash2", "--json"])
+    assert result.exit_code == 0, result.output
+    paged, plain = json.loads(result.stdout)["records"]
+    assert (paged["reads"], paged["writes"]) == (plain["reads"], plain["writes"])
 
 
 def test_keys_in_pages_are_those_given_whatever_the_order():

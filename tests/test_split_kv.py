@@ -284,6 +284,23 @@ def test_the_default_is_the_published_rule_on_an_h200():
     assert counted(out.traffic) == counted(expected_cost(out, q, k, k))
 
 
+@pytest.mark.parametrize("d, splits", [(1, 4), (64, 4), (65, 8), (128, 8), (129, 16), (256, 16)])
+def test_a_lone_head_of_1024_keys_has_a_part_for_each_tile_of_the_published_kernel(d, splits):
+    """One block in 264 places is fuller the more it is split; tiles of 256, 128 or 64 keys."""
+    assert usual_splits(1, 1, 1024, d) == splits
+
+
+@pytest.mark.parametrize("Nq, splits", [(1, 8), (64, 8), (65, 4), (128, 4), (129, 8)])
+def test_a_block_of_the_published_kernel_holds_64_queries(Nq, splits):
+    """32 heads, eight tiles of keys, 264 places; 1, 2, 3, 4 and 8 parts make parts shorter.
+
+    Up to 64 queries are 32 blocks, 256 in eight parts: 0.97 full, and four parts half of that. Up
+    to 128 are 64 blocks, as full in four parts as in eight. 129 are 96 blocks: 0.97 full only in
+    eight parts and three waves, and at most 0.73 in fewer.
+    """
+    assert usual_splits(32, Nq, 1024, 128) == splits
+
+
 @pytest.mark.parametrize("splits", [0, -1, MOST_SPLITS + 1, 2.0, True, "2"])
 def test_a_number_of_parts_that_is_none_is_refused(splits):
     q = normal(4, 3)
@@ -355,6 +372,12 @@ def test_a_cache_refuses_what_does_not_fit():
         KVCache(k[0, :, 0], v, capacity=4)
     with pytest.raises(ValueError, match="capacity=2"):
         KVCache(k, v, capacity=2)
+    with pytest.raises(TypeError, match=r"v\.dtype='float64': expected float32"):
+        KVCache(k, v.astype(float), capacity=4)
+    with pytest.raises(TypeError, match=r"k\.dtype='int64'"):
+        KVCache(k.astype(int), v.astype(int), capacity=4)
+    with pytest.raises(ValueError, match=r"q\.shape=\(2, 4, 4\): expected at most 3 queries"):
+        cache.attend(normal(2, 4, 4))
     assert cache.length == 3
     cache.append(k[:, :1], v[:, :1])
     assert cache.length == cache.capacity == 4

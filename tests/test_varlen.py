@@ -1,15 +1,19 @@
 """Packed sequences of variable length: each as if it had run alone, in every bit and count."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import flashsim as fs
+from flashsim import cli, inputs
 from flashsim.cost.io import expected_cost
 from flashsim.dropout import Dropout
+from flashsim.inputs import Inputs
 from flashsim.reference import exact, exact_gradients
 from strategies import DTYPES, TRAINABLE, same_bits, tilings, variants
 
@@ -226,3 +230,38 @@ def test_what_has_no_meaning_for_packed_sequences_is_refused():
         fs.attention(x[None], x[None], x[None], cu_seqlens_q=ends)
     with pytest.raises(ValueError, match=r"cu_seqlens_k=None.*as k has 5 rows and q 6"):
         fs.attention(x, x[:, :5], x[:, :5], cu_seqlens_q=ends)
+
+
+def test_the_command_packs_the_real_tokens_and_gets_what_they_get_with_padding():
+    runner, run = CliRunner(), ["run", "--causal", "--backward", "--tiles", "16,16", "--json"]
+    padded, packed = (
+        json.loads(runner.invoke(cli.app, [*run, *option]).stdout) for option in ([], ["--packed"])
+    )
+    assert packed["options"]["cu_seqlens_q"] == [0, 180, 204]
+    assert packed["input"]["q"] == [4, 204, 32]
+    for with_padding, without in zip(padded["records"], packed["records"], strict=True):
+        assert without["failures"] == []
+        assert without["total_elements"] < with_padding["total_elements"]
+
+
+def test_what_cannot_be_packed_is_refused():
+    x, mask = np.ones((2, 1, 4, 3)), np.ones((4, 4), bool)
+    with pytest.raises(ValueError, match=r"q\.shape, k\.shape=.*as many keys, to pack"):
+        inputs.packed(Inputs("here", x, x[:, :, :3], x[:, :, :3]))
+    with pytest.raises(ValueError, match=r"q\.shape, k\.shape=.*heads, N, d"):
+        inputs.packed(Inputs("here", x[0, 0], x[0, 0], x[0, 0]))
+    with pytest.raises(ValueError, match="attn_mask='given': expected None, to pack"):
+        inputs.packed(Inputs("here", x, x, x, attn_mask=mask))
+
+
+def test_a_pack_is_the_real_rows_of_every_item():
+    rng = np.random.default_rng(0)
+    x, real = rng.standard_normal((2, 2, 3, 5, 2)), rng.random((2, 2, 5)) < 0.6
+    given = Inputs("here", x, x, x, key_padding_mask=real.reshape(4, 5), expected_output=x)
+    found, ends = inputs.packed(given)
+    assert ends == [0, *np.cumsum(real.reshape(4, 5).sum(axis=1))]
+    for n, (item, keep) in enumerate(zip(x.reshape(4, 3, 5, 2), real.reshape(4, 5), strict=True)):
+        rows = slice(ends[n], ends[n + 1])
+        assert (found.q[:, rows] == item[:, keep]).all()
+        assert (found.expected_output[:, rows] == item[:, keep]).all()
+    assert (found.key_padding_mask, found.do, found.origin) == (None, None, "here, packed")

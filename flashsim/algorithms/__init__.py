@@ -334,8 +334,8 @@ ALGORITHMS = {
         needs=counts.flash2_tiles,
         outer="Q",
         backward={},
-        more=counts.emulation,
-        options=("exp_emulation",),
+        more=counts.exponentials,
+        options=("exp_emulation", "rescale_threshold"),
         usual=False,
         uncharged=("R",),
     ),
@@ -433,10 +433,9 @@ def check_required(algorithm: str, **given: Any) -> None:
     Raises
     ------
     ValueError
-        If block_mask, local_window or projection is missing, or a projection or splits are too
-        much.
+        If what it requires is missing, or what is another's own is given.
     """
-    needed = ALGORITHMS[algorithm].requires
+    row = ALGORITHMS[algorithm]
     accepted = {
         "block_mask": "a block layout",
         "local_window": "the queries of a window",
@@ -444,18 +443,13 @@ def check_required(algorithm: str, **given: Any) -> None:
         "fp8": "the rows that share a scale",
         "block_tables": "the pages of each sequence",
     }
-    if needed and given[needed] is None:
-        raise bad(needed, None, f"{accepted[needed]}, for algorithm={algorithm!r}")
-    if given["projection"] is not None and needed != "projection":
-        raise bad("projection", "given", f"None, for algorithm={algorithm!r}")
-    if given["fp8"] is not None and needed != "fp8":
-        raise bad("fp8", given["fp8"], f"None, for algorithm={algorithm!r}")
-    if given["block_tables"] is not None and needed != "block_tables":
-        raise bad("block_tables", "given", f"None, for algorithm={algorithm!r}")
-    if given["splits"] is not None and "splits" not in ALGORITHMS[algorithm].options:
-        raise bad("splits", given["splits"], f"None, for algorithm={algorithm!r}")
-    if given["exp_emulation"] is not None and "exp_emulation" not in ALGORITHMS[algorithm].options:
-        raise bad("exp_emulation", given["exp_emulation"], f"None, for algorithm={algorithm!r}")
+    if row.requires and given[row.requires] is None:
+        raise bad(row.requires, None, f"{accepted[row.requires]}, for algorithm={algorithm!r}")
+    for name, value in given.items():
+        masks_for_all = name in ("block_mask", "local_window")
+        if value is not None and not masks_for_all and name not in (row.requires, *row.options):
+            shown = "given" if name in ("projection", "block_tables") else value
+            raise bad(name, shown, f"None, for algorithm={algorithm!r}")
 
 
 def backward_of(algorithm: str, convention: str = "literal") -> Backward:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..fp8 import rounded
 from ..memory import chip_of, load, tiles
-from ..online_softmax import exp, log, over, shift, weigh
+from ..online_softmax import exp, log, marked_exp, over, shift, times_V, weigh
 
 
 def flash_attention_3(
@@ -33,8 +33,7 @@ def flash_attention_3(
             if before is not None:  # P V of tile j - 1 behind it: load V_{j-1}
                 Oi += times_V(drop(Pij, i, before), load(V, before))
             m_new = np.maximum(mi, Sij.max(axis=1))  # S is there: the softmax, under P V
-            Pij = on_chip("Pij", exp(Sij, m_new))
-            masked_as_minus_0(Pij, Sij)
+            Pij = on_chip("Pij", marked_exp(Sij, m_new))
             alpha = exp(mi, m_new)
             li[:] = alpha * li + Pij.sum(axis=1)
             Oi *= alpha[:, None]  # P V is there: rescale
@@ -43,16 +42,6 @@ def flash_attention_3(
             Oi += times_V(drop(Pij, i, before), load(V, before))  # P V of the last tile
         O[i] = over(Oi, li)
         L[i] = shift(mi) + log(li)
-
-
-def masked_as_minus_0(P: Any, S: Any) -> None:
-    """Make P -0 where S is masked: the mask leaves the chip before P V runs."""
-    np.copyto(P, -0.0, where=np.isneginf(S))
-
-
-def times_V(P: Any, V: Any) -> Any:
-    """P V, in which a weight of -0 takes nothing from V; one of 0 has underflowed, and counts."""
-    return weigh(P, V, lambda: (P != 0) | ~np.signbit(P))
 
 
 def flash_attention_3_fp8(

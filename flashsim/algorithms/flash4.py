@@ -9,13 +9,11 @@ from ..exp2 import emulated, exp2
 from ..memory import chip_of, tiles
 from ..online_softmax import exp, log, over, shift, weigh
 
-THRESHOLD = 8.0  # log2 256: how many powers of two P may exceed 1 by
-
 
 def flash_attention_4(
     Q: Any, K: Any, V: Any, O: Any, L: Any, R: Any,
     *, Br: int, Bc: int, scale: float, mask: Any, drop: Any,
-    emulation: tuple[float, int] | None = None, threshold: float = THRESHOLD,
+    emulation: tuple[float, int] | None = None, threshold: float,
 ) -> None:  # fmt: skip
     """The forward pass of Zadouri et al. 2026 (arXiv:2603.05451), section 3.1.
 

@@ -1,12 +1,11 @@
 """Chunks of queries and keys: memory for the square root of N keys, and S through HBM as ever."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..memory import blocks, chip_of, part, row, tiles, turns
-from ..online_softmax import exp, log, over, shift, weigh
+from ..online_softmax import exp, log, marked_exp, over, shift, times_V
 
 
 def rabe_staats_attention(
@@ -19,8 +18,8 @@ def rabe_staats_attention(
     and each chunk of keys leaves a partial result, Oc (chunks Cr, dv) with lc and mc (chunks Cr,),
     which are added up at the end. So HBM holds O(sqrt(N)) beside inputs and outputs if Cc is, but
     every score is written and read twice, as in standard attention. As there, nothing is skipped,
-    a weight of 0 takes nothing from V, and Bs rows of Sc are on chip at a time. Writes O (Nq, dv);
-    L (Nq,), the logsumexp, is handed back but is no part of the algorithm, and not charged.
+    and Bs rows of Sc are on chip at a time. Writes O (Nq, dv); L (Nq,), the logsumexp, is handed
+    back but is no part of the algorithm, and not charged.
     """
     for i in blocks(len(Q), Cr):  # map over chunks of queries
         n = i.stop - i.start
@@ -48,13 +47,13 @@ def summarize_chunk(
             S[r, c] = on_chip("Sij", Mrc(Qr @ Kc.T * scale))
     for r, Sr in tiles(Bs, S):  # P = exp(S - m)
         mr = on_chip("mi", Sr.max(axis=1))
-        Sr = on_chip("Sc", exp(Sr, mr))  # P_r overwrites S_r
+        Sr = on_chip("Sc", marked_exp(Sr, mr))  # P_r overwrites S_r
         P[r], l[r], m[r] = Sr, on_chip("li", Sr.sum(axis=1)), mr
     for r in turns(Br, O):  # O = PV
         Or = on_chip("Oi", np.zeros((r.stop - r.start, V.shape[1]), P.dtype))
         for c, Vc, Prc in tiles(Bc, V, row(P, r)):
             Prc = on_chip("Pc", drop(Prc, moved(r, i), moved(c, j)))
-            Or += weigh(Prc, Vc, partial(np.not_equal, Prc, 0))
+            Or += times_V(Prc, Vc)
         O[r] = Or
 
 

@@ -81,6 +81,7 @@ def _add(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     return {name: a.get(name, 0) + b.get(name, 0) for name in [*a, *(n for n in b if n not in a)]}
 
 
+THRESHOLD = 8.0  # of FlashAttention-4: log2 256, the published one
 QUERY_CHUNK = 64  # so that short sequences have several; Rabe & Staats take 1024
 SIZES = (
     "Nq", "Nk", "d", "dv", "near", "partial",
@@ -108,6 +109,7 @@ class Head:
     unmixed: int = 0
     splits: int = 1
     emulation: tuple[float, int] | None = None  # share and degree of the polynomial exponentials
+    threshold: float = THRESHOLD  # powers of two that FlashAttention-4's m may lag behind
 
     @property
     def Nq(self) -> int:
@@ -334,15 +336,21 @@ def flash3_fp8_tiles(head: Head, r: int, c: int) -> tuple[int, int]:
 
 
 def flash4(
-    head: Head, *, Br: int, Bc: int, emulation: tuple[float, int] | None, elide: bool = False
+    head: Head,
+    *,
+    Br: int,
+    Bc: int,
+    emulation: tuple[float, int] | None,
+    threshold: float,
+    elide: bool = False,
 ) -> Cost:
     """FlashAttention-2's; exponentials by polynomial, and those of rows not rescaled, included."""
     return flash2(head, Br=Br, Bc=Bc)
 
 
-def emulation(head: Head, sram: float, sram_bytes: float) -> dict[str, Any]:
-    """emulation: the share of the exponentials that are polynomials, and their degree."""
-    return {"emulation": head.emulation}
+def exponentials(head: Head, sram: float, sram_bytes: float) -> dict[str, Any]:
+    """emulation: which exponentials are polynomials; threshold: what a row's m may lag behind."""
+    return {"emulation": head.emulation, "threshold": head.threshold}
 
 
 def split_kv(head: Head, *, Br: int, Bc: int, splits: int, elide: bool = False) -> Cost:

@@ -17,7 +17,7 @@ from ..attention import Attention
 from ..checks import bad, bad_type
 from ..masks import Mask, band
 from ..memory import widened
-from ..problem import block_layout, checked, local_layout, parts_of_keys
+from ..problem import block_layout, checked, local_layout, parts_of_keys, rows_of_a_scale
 from .counts import Cost, Head
 from .counts_backward import group_sum
 from .tiles import default_tiles, usable
@@ -132,8 +132,9 @@ def io_cost(
     in_pages = ALGORITHMS[algorithm].requires == "block_tables"
     check_required(
         algorithm, block_mask=block_mask, local_window=local_window, projection=projection,
-        splits=splits, exp_emulation=None, fp8=fp8, block_tables=True if in_pages else None,
+        splits=splits, fp8=fp8, block_tables=True if in_pages else None,
     )  # fmt: skip
+    rows_of_a_scale(fp8, stored)
     parts = 1
     if "splits" in ALGORITHMS[algorithm].options:
         parts = parts_of_keys(splits, batch * heads, N, Nk, d)

@@ -8,12 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..algorithms.flash4 import flash_attention_4
+from ..attention import attention
 from ..cost.devices import device
 from ..cost.roofline import tile_cycles
-from ..dropout import Dropout
 from ..exp2 import on_unit_interval
-from ..masks import Mask
 
 Array = np.ndarray[Any, Any]
 
@@ -66,9 +64,6 @@ def _unit_scale(queries: int, keys: int, d: int, seed: int) -> tuple[Array, Arra
 
 def lazily_rescaled(Q: Array, K: Array, V: Array, Bc: int, threshold: float) -> tuple[Array, int]:
     """O (Nq, dv) of FlashAttention-4, and how often a row was rescaled after its first tile."""
-    O, L, R = np.empty((len(Q), V.shape[1])), np.empty(len(Q)), np.empty(len(Q))
-    flash_attention_4(
-        Q, K, V, O, L, R, Br=len(Q), Bc=Bc, scale=Q.shape[1] ** -0.5, threshold=threshold,
-        mask=Mask(len(Q), len(K)), drop=Dropout(0.0, 0, 0, 0),
-    )  # fmt: skip
-    return O, int(R.sum())
+    out = attention(Q, K, V, algorithm="flash4", rescale_threshold=threshold, tiles=(len(Q), Bc))
+    assert out.rescales is not None
+    return out.output, int(out.rescales.sum())
