@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .cost.cache import DramCost
 
 LARGEST_L2_MB = 1e9
+LARGEST_SIZE = 10**9  # of tiles: what a cell of its table still holds
+MOST_BLOCKS = 2**22  # of waves, which follows each of them
 
 
 def sweep(
@@ -169,9 +171,9 @@ def tiles(
     check_output(json, csv, None)
     gpu = preset(device)
     itemsize = DTYPES[checks.choice("dtype", dtype, DTYPES)].itemsize
-    M = checks.integer("sram", gpu.sram_bytes_per_block // itemsize if sram is None else sram, 1)
-    for name, size in (("N", N), ("d", d), ("dv", d if dv is None else dv)):
-        checks.integer(name, size, 1)
+    M = gpu.sram_bytes_per_block // itemsize if sram is None else sram
+    for name, size in (("sram", M), ("N", N), ("d", d), ("dv", d if dv is None else dv)):
+        checks.integer(name, size, 1, LARGEST_SIZE + 1)
     chip = f"a block of {gpu.key}, as {dtype}" if sram is None else "as given"
     given: dict[str, Any] = {
         "N": N, "d": d, "dv": d if dv is None else dv, "M": M, "dtype": dtype, "chip": chip,
@@ -235,7 +237,7 @@ def roofline(
         "N": N, "d": d, "heads": heads, "batch": batch, "dtype": dtype, "is_causal": causal,
     }  # fmt: skip
     records = verify.io_records(
-        verify.variants(algorithm or [], backward), Nk=N, dv=d, rule=rule or "strict",
+        verify.variants(algorithm or [], backward, run=False), Nk=N, dv=d, rule=rule or "strict",
         tiles=tile_rows(tiles), budget={"sram_bytes": gpu.sram_bytes_per_block}, device=gpu,
         backward=backward, **given,
     )  # fmt: skip
@@ -296,9 +298,11 @@ def waves(
         "N": N, "d": d, "heads": heads, "batch": batch, "dtype": dtype, "is_causal": causal,
         **_given_tiles(tiles),
     }  # fmt: skip
-    need = None
+    asked, need = call("flash2", **problem), None
+    if (most := asked.heads * -(-N // asked.grid.Br)) > MOST_BLOCKS:
+        sizes = f"N={N}, heads={heads}, batch={batch}"
+        raise ValueError(f"{sizes}: expected at most {MOST_BLOCKS} thread blocks, not {most}")
     if blocks is None:
-        asked = call("flash2", **problem)
         blocks, need = cost.usual_blocks_per_sm(gpu, asked), asked.tile_bytes
     found = cost.usual(problem, gpu.key, blocks)
     if plot is not None:
@@ -440,26 +444,30 @@ def schedule(
 ) -> None:
     """FlashAttention-3's pipelines: what overlaps, and how busy that leaves the matrix units.
 
-    No specialisation, ping-pong between two warpgroups, the softmax under the next product, both.
+    No specialisation, without and with the softmax under the next product; with specialisation,
+    ping-pong between two warpgroups, the softmax under the next product, and both.
     """
     from dataclasses import replace
 
-    from .checks import integer
+    from .checks import bad, integer
     from .cost.devices import device as preset
-    from .cost.schedule import PIPELINES, tile_times, timeline
+    from .cost.schedule import MOST_TILES, PIPELINES, tile_times, timeline
     from .cost.schedule_report import schedule_report, timelines
 
     check_output(json, csv, plot)
+    if operations and not (json or csv):
+        raise ValueError("--operations: expected --json or --csv with it; the table shows none")
     gpu = preset(device)
     given = {"matmul": matmul, "exp": exp, "copy": copy}
     times = replace(
         tile_times(gpu, Br, Bc, d, fp8=fp8, wait=wait),
         **{name: value for name, value in given.items() if value is not None},
     )
-    tiles = -(-integer("N", N, 1) // Bc)
+    if integer("N", N, 1) > MOST_TILES * Bc:
+        raise bad("N", N, f"at most {MOST_TILES * Bc}, {MOST_TILES} key tiles of Bc={Bc}")
+    tiles = -(-N // Bc)
     found = [timeline(name, times, tiles) for name in PIPELINES]
     if plot is not None:
         timelines(plot, found, gpu)
-    peak = gpu.fp8_flops_per_second if fp8 else gpu.half_flops_per_second
     problem = {"N": N, "d": d, "Br": Br, "Bc": Bc, "dtype": "fp8" if fp8 else "float16"}
-    finish(schedule_report(found, gpu, peak or 0.0, problem, operations), json, csv)
+    finish(schedule_report(found, gpu, problem, operations), json, csv)

@@ -121,7 +121,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("decode.py", "split_kv"): [
         ("the last token is overwritten", "self._k[..., self.length : stop, :], self._v[..., self.length : stop, :] = k, v\n        self.length = stop", "self._k[..., self.length : stop, :], self._v[..., self.length : stop, :] = k, v\n        self.length = max(self.length, stop - 1)"),
-        ("a token sees only those before it", "is_causal=True, **how", "is_causal=True, window=(None, -1 + 1), causal_align='top-left', **how"),
+        ("a token sees only those before it", 'causal_align="bottom-right"', 'causal_align="top-left"'),
     ],
     ("paging.py", "paged"): [
         ("a partly filled page is shared", "if len(own) < len(table):", "own = table[:]\n        if False:"),
@@ -474,6 +474,15 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("the fullest splits, however many", "0.85 * best", "best"),
         ("splits that shorten nothing", "splits == 1 or -(-key_tiles // splits) <", "splits == 1 or -(-key_tiles // splits) <="),
         ("splits where the GPU is nearly full", "0.8 * slots", "slots"),
+        ("four fifths of the slots are split", "row_blocks >= 0.8", "row_blocks > 0.8"),
+        ("more splits than slots", "min(MOST_SPLITS, slots, key_tiles)", "min(MOST_SPLITS, key_tiles)"),
+        ("any number of splits", "min(MOST_SPLITS, slots, key_tiles)", "min(slots, key_tiles)"),
+        ("0.85 of the best is not enough", "full >= 0.85 * best", "full > 0.85 * best"),
+        ("narrow heads have tiles of 128 keys", "256 if d <= 64", "128 if d <= 64"),
+        ("a width of 64 is wide", "d <= 64", "d < 64"),
+        ("a width of 128 is wide", "d <= 128", "d < 128"),
+        ("a block holds 128 queries", "-(-Nq // ROWS)", "-(-Nq // (2 * ROWS))"),
+        ("an SM holds one block", "BLOCKS_AN_SM * device", "device"),
     ],
     ("cost/bounds.py", "bounds"): [
         ("a key that the diagonal reaches is not seen", "i + mask.hi + 1, 0", "i + mask.hi, 0"),
@@ -754,9 +763,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("the pipeline rescales before P V is added", "            Oi *= alpha[:, None]  # P V is there: rescale\n            before, mi[:] = j, m_new", "            before, mi[:] = j, m_new"),
         ("V is that of the tile after", "Oi += times_V(drop(Pij, i, before), load(V, before))\n            m_new", "Oi += times_V(drop(Pij, i, j), load(V, j))\n            m_new"),
         ("dropout is that of the tile after", "times_V(drop(Pij, i, before), load(V, before))\n            m_new", "times_V(drop(Pij, i, slice(before.start + 1, before.stop + 1)), load(V, before))\n            m_new"),
-        ("P is not registered", 'on_chip("Pij", exp(Sij, m_new))', "exp(Sij, m_new)"),
+        ("P is not registered", 'on_chip("Pij", marked_exp(Sij, m_new))', "marked_exp(Sij, m_new)"),
     ],
-    ("algorithms/flash3.py::times_V", "flash3"): [
+    ("online_softmax.py::times_V", "flash3"): [
         ("a masked weight takes NaN from V", "weigh(P, V, lambda: (P != 0) | ~np.signbit(P))", "P @ V"),
     ],
     ("algorithms/flash3.py::flash_attention_3_fp8", "flash3"): [
@@ -766,7 +775,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("the scale of K is that of the first rows", "* ks[j]", "* ks[: len(Kj)]"),
     ],
     ("problem.py::Problem._quantised", "flash3"): [
-        ("the rotation is of K alone", "for X in (Q @ R, K @ R)", "for X in (Q, K @ R)"),
+        ("the rotation is of K alone", "Q, K = Q @ R, K @ R", "K = K @ R"),
+        ("what is padded counts for a scale", "K[~real], V[~real] = 0, 0", "pass"),
+        ("the rotation overflows in float16", "Q, K = Q @ R, K @ R", "Q, K = ((X @ R).astype(self.q.dtype).astype(X.dtype) for X in (Q, K))"),
         ("nothing is rotated", "if self.incoherent:", "if False:"),
     ],
     ("fp8.py::quantised", "flash3"): [
@@ -787,6 +798,29 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("papers/fa4.py", "papers"): [
         ("two different rescalings are one", "lazily_rescaled(q, k, v, tile, 0)", "lazily_rescaled(q, k, v, tile, threshold)"),
     ],
+    ("cost/counts.py", "flash4"): [
+        ("every row is rescaled by default", "THRESHOLD = 8.0", "THRESHOLD = 0.0"),
+        ("the threshold is 7", "THRESHOLD = 8.0", "THRESHOLD = 7.0"),
+    ],
+    ("problem.py::_pages", "paged"): [
+        ("pages of V may have other rows", "v.shape[:-1] != k.shape[:-1]", "v.size * k.shape[-1] != k.size * v.shape[-1]"),
+    ],
+    ("problem.py::checked", "paged"): [
+        ("messages name a shape that nobody gave", 'raise bad("k.shape", given, f"{H} heads', 'raise bad("k.shape", k.shape, f"{H} heads'),
+    ],
+    ("problem.py::rows_of_a_scale", "flash3"): [
+        ("any size of a block is taken", 'return checks.integer("fp8", fp8, 1)', "return fp8"),
+    ],
+    ("paging.py::PagedKVCache.attend", "paged"): [
+        ("the cache looks ahead", "is_causal=True", "is_causal=False"),
+        ("queries of no token", "if lengths and q.shape[-2] > min(lengths):", "if False:"),
+    ],
+    ("paging.py::paginate", "paged"): [
+        ("a length is clipped", "0, k.shape[2] + 1)", "0)"),
+    ],
+    ("decode.py::KVCache.attend", "split_kv"): [
+        ("queries of no token", "if q.shape[-2] > self.length:", "if False:"),
+    ],
     ("algorithms/flash4.py::flash_attention_4", "flash4"): [
         ("a threshold in powers of e", "threshold * math.log(2)", "threshold"),
         ("l is not rescaled when m moves", "alpha * li + Pij.sum", "li + Pij.sum"),
@@ -795,6 +829,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("the tally is not of one row", "R[i] += grows", "R[i] += grows.any()"),
     ],
     ("algorithms/flash4.py::partly_emulated", "flash4"): [
+        ("all or nothing is emulated", "emulated(j, share)", "emulated(j, float(share > 0.5))"),
+        ("the share counts from the tile", "emulated(j, share)", "emulated(slice(0, j.stop - j.start), share)"),
         ("every exponential is emulated", "some = emulated(j, share)", "some = emulated(j, 1.0)"),
         ("powers of e are taken for powers of two", " * S.dtype.type(math.log2(math.e))", ""),
         ("the polynomial is never used", "P[:, some] = exp2(powers, degree)", "pass"),
@@ -803,6 +839,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("a coefficient in the sixth digit", "0.69514614", "0.69515614"),
         ("an integer part towards zero", "np.floor(known)", "np.trunc(known)"),
         ("the columns start anew in every tile", "np.arange(columns.start, columns.stop)", "np.arange(columns.stop - columns.start)"),
+    ],
+    ("algorithms/rabe_staats.py::summarize_chunk", "faults"): [
+        ("a masked weight takes NaN from V", "marked_exp(Sr, mr)", "exp(Sr, mr)"),
     ],
     ("algorithms/rabe_staats.py::combine", "rabe_staats"): [
         ("a chunk is not scaled to the largest m", "Or += factor[:, None] * Op", "Or += Op"),
@@ -822,9 +861,23 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("a softmax does not wait for S", "softmax, end + wait)", "softmax, end)"),
         ("a warpgroup asks for S during its softmax", "max(K[tile], P[w], turn)", "max(K[tile], turn)"),
         ("ping-pong takes no turns", "turn = end + wait", "pass"),
-        ("a place is free before it is read", "O[before] + wait\n        K[tile]", "0.0\n        K[tile]"),
-        ("without specialisation two places", "(STAGES if chosen.specialised else 1)", "STAGES"),
+        ("a place of K is free before it is read", "S[before] + wait if before >= 0 else 0.0", "0.0"),
+        ("a place of V is free before it is read", "O[before] + wait if before >= 0 else 0.0", "0.0"),
+        ("a producer has a place more", "tile - STAGES", "tile - STAGES - 1"),
+        ("without specialisation loads run ahead", "return max(P[0], last + wait) if last else 0.0", "return P[0]"),
+        ("without specialisation V runs ahead of the softmax", "max(P[0], last + wait)", "last + wait"),
         ("V is used before it is there", "max(V[tile], P[w] + wait, turn)", "max(P[w] + wait, turn)"),
+    ],
+    ("cost/schedule.py::tile_times", "schedule"): [
+        ("FP8 is exactly twice as fast", "matmul * gpu.half_flops_per_second / gpu.fp8_flops_per_second", "matmul / 2"),
+        ("FP8 loads two bytes", "gpu.fp8_flops_per_second, 1\n", "gpu.fp8_flops_per_second, HALF\n"),
+    ],
+    ("cost/schedule_report.py", "schedule"): [
+        ("a rate is a share of the peak", "flops * gpu.boost_clock_hz / line.total_cycles", "gpu.half_flops_per_second * line.utilisation"),
+        ("the keys beyond N count", '* N * problem["d"]', '* found[0].tiles * Bc * problem["d"]'),
+        ("the paper's rates stand beside any times", " and times == tile_times(gpu)", ""),
+        ("the paper's rates stand beside any problem", " and problem == MEASURED_AT", ""),
+        ("the paper's rates stand beside any GPU", "gpu.key == MEASURED_ON and ", ""),
     ],
     ("papers/others.py", "papers"): [
         ("safe softmax in two passes", "m = max(m, xj.max())", "m = 0.0; x.machine.traffic.reads['x'] -= xj.size"),
@@ -840,11 +893,29 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("m_old is m_new", 'yield Cell("m_old", step, "mi")', 'yield Cell("m_old", step, name)'),
         ("a loaded state is the turn's", "(header and name not in FINAL_WHEN_LOADED)", "False"),
     ],
-    ("page_data.py::_event", "viewer"): [
+    ("turns.py::first", "viewer"): [
+        ("loops over a part count from 0", "return next(starts, 0)", "return 0"),
+        ("keys count as queries do", "== side", '== "Nq"'),
+    ],
+    ("turns.py::turns_of", "viewer"): [
+        ("what an algorithm calls is never one itself", ", *FORWARD}", "}"),
+    ],
+    ("page_data.py::_differences", "viewer"): [
+        ("a row is held against one of another kind", "last.get(head, ())", "last.get((), ())"),
+    ],
+    ("page_data.py::_Arrays.values", "viewer"): [
+        ("rows are cut, not columns", "[:, :columns]", "[:columns]"),
+    ],
+    ("page_data.py::_loaded_from", "viewer"): [
+        ("a tile is taken for the next", '.split(", ")[1:]', '.split(", ")'),
+    ],
+    ("page_data.py::_region", "viewer"): [
         ("every read is of whole sides", "part.indices(length)[:2]", "(0, length)"),
     ],
     ("page_data.py::_place", "viewer"): [
         ("rows count from the tile", "side.start if", "0 if"),
+        ("a loop without a name is not looked up", "_loaded_from(step, name, run)", "(-1, -1)"),
+        ("a whole array counts from 0", 'first(step, "Nq"), -1, 1', "0, -1, 1"),
     ],
     ("page_data.py::_twins", "viewer"): [
         ("a run is compared with another turn", "*(x.start for x in tiles.values())", "*()"),
@@ -862,8 +933,11 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("viewer.py::_needed", "viewer"): [
         ("the chip is that of the forward pass", "if not backward:", "if True:"),
     ],
-    ("viewer.py::_standard", "viewer"): [
+    ("viewer.py::standard_traffic", "viewer"): [
         ("a backward pass is held against a forward one", "return out.traffic_backward", "return out.traffic"),
+    ],
+    ("failures.py::Comparison.view", "viewer"): [
+        ("standard attention has any chip", ", sram=call.sram", ""),
     ],
     ("failures.py::show", "failures"): [
         ("NaN is no error", "np.where(np.isnan(error), np.inf, error)", "np.nan_to_num(error)"),
@@ -874,8 +948,14 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("record.py::record_backward", "record"): [
         ("the tiles are ignored", "run.result = out.backward(do, tiles)", "run.result = out.backward(do)"),
     ],
-    ("memory.py::_text", "viewer"): [
+    ("record.py::_Watcher._parts", "record"): [
+        ("a call forgets of what its caller has a part", "dict(self.calls[-1].parts) if self.calls else {}", "{}"),
+    ],
+    ("memory.py::_moved", "viewer"): [
         ("a part counts from its own first row", "side.start + p.start", "p.start"),
+    ],
+    ("memory.py::part", "record"): [
+        ("a part of a part counts from the first part", "_moved(where, A.within)", "where"),
     ],
 }  # fmt: skip
 

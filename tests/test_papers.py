@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import flashsim as fs
 from flashsim import cli, papers
 from flashsim.memory import Traffic
-from flashsim.papers import fa4, others
+from flashsim.papers import fa3, fa4, others
 from flashsim.papers.fa1_tables import FLASH, Table
 from flashsim.papers.row import RECOMPUTE, Row
 
@@ -226,6 +226,14 @@ def test_fa3_table_3_incoherent_processing_is_what_makes_fp8_accurate() -> None:
     assert standard > 2 * flash
     assert 1.5 < no_rotation / flash < 4  # 1.57, 3.01, 2.23, 3.82 for seeds 0 to 3; 2.64 published
     assert no_blocks / flash == pytest.approx(1, abs=0.2)
+
+
+def test_the_fp8_baseline_rounds_its_weights_to_e4m3() -> None:
+    """Weights 1 / 1.3 and 0.3 / 1.3: e4m3 has 0.75 and 0.234375 next to them."""
+    q = np.ones((1, 1), np.float16)
+    k = np.array([[0.0], [np.log(0.3)]], np.float16)
+    output = fa3._standard_fp8(q, k, np.eye(2, dtype=np.float16))
+    assert output.tolist() == [[0.75, 0.234375]]
 
 
 # FlashAttention-4, Zadouri et al. 2026 (arXiv:2603.05451)

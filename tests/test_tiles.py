@@ -243,6 +243,15 @@ def test_a_chip_too_small_for_any_tile_still_gets_its_page():
     }
 
 
+@pytest.mark.parametrize("option", ["-N", "-d", "--dv", "--sram"])
+def test_a_size_that_no_cell_holds_is_refused_by_name(option):
+    for size in (10**9 + 1, 10**400):
+        result = invoke(option, size)
+        assert (result.exit_code, result.stdout) == (2, "")
+        said = " ".join(result.stderr.split())
+        assert f"{option.strip('-')}={size}: expected an integer of at least 1 and below" in said
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_no_number_is_cut_at_any_width(columns):
     shown = invoke("-N", 2**20, "-d", 256, "--device", "v100", columns=columns).stdout

@@ -181,6 +181,27 @@ def test_splits_are_few_and_nearly_as_full_as_they_can_be(slots, blocks_, key_ti
     assert all(fullness(s) < 0.85 * best for s in useful if s < splits)
 
 
+@pytest.mark.parametrize(
+    "row_blocks, slots, key_tiles, splits",
+    [
+        # Up to 128 and to the slots. One block is fuller the more it is split: 125 is the last
+        # number up to 128 that makes parts shorter, 112 the first of at least 0.85 * 125.
+        (1, 1000, 1000, 112),
+        # 4 splits, 8 blocks in three waves of 3 places, would be 0.89 full. Up to 3 there are 1 and
+        # 2, both 0.67; 3 make parts no shorter than 2 do.
+        (2, 3, 4, 1),
+        # 17 of 20 places are 0.85 of all of them, which 20 splits fill. 0.85 is enough.
+        (1, 20, 1000, 17),
+        # 16 blocks fill four fifths of 20 places: not split. 15 are 0.75 full, as twice and three
+        # times as many are, and four times as many full.
+        (16, 20, 1000, 1),
+        (15, 20, 1000, 4),
+    ],
+)
+def test_splits_at_the_limits_of_the_published_rule(row_blocks, slots, key_tiles, splits):
+    assert best_splits(row_blocks, slots, key_tiles) == splits
+
+
 def test_two_splits_of_48_heads_fill_108_multiprocessors_better_than_three():
     """The example in the published kernel's source: 0.89 against 0.67."""
     what = {"N": 1, "Nk": 6 * 64, "d": 64, "Br": 64, "Bc": 64, "heads": 48, "device": "a100"}
@@ -274,7 +295,13 @@ def test_waves_draws(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, said", [(["--tiles", "8"], "--tiles 8"), (["--heads", "0"], "heads=0")]
+    "arguments, said",
+    [
+        (["--tiles", "8"], "--tiles 8"),
+        (["--heads", "0"], "heads=0"),
+        (["-N", 10**10], f"N={10**10}, heads=8, batch=1: expected at most {2**22} thread blocks"),
+        (["-N", 1, "--blocks", 2, "--batch", 2**20], "not 8388608"),
+    ],
 )
 def test_waves_refuses_bad_arguments(arguments, said):
     result = invoke("waves", *arguments)

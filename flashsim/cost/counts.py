@@ -450,10 +450,10 @@ def rabe_staats(
 
 def _chunks(head: Head, Cr: int, Cc: int) -> Counter[tuple[int, int]]:
     """How many pairs of chunks have how many queries and keys."""
-    sides = (
-        Counter(min(C, N - a) for a in range(0, N, C)) for N, C in ((head.Nq, Cr), (head.Nk, Cc))
+    rows, keys = (
+        {length: n for length, n in ((C, N // C), (N % C, 1)) if length and n}
+        for N, C in ((head.Nq, Cr), (head.Nk, Cc))
     )
-    rows, keys = sides
     return Counter({(r, c): rows[r] * keys[c] for r in rows for c in keys})
 
 

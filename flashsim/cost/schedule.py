@@ -6,7 +6,7 @@ consumers, each with its own queries, take the same key tiles, one after another
     load K and V;  S = Q K^T;  softmax of S;  O += P V
 
 The units could all be busy at once. What keeps them from it is the order in which a warpgroup asks,
-and that is what the four pipelines of `PIPELINES` differ in. A warpgroup asks for products without
+and that is what the five pipelines of `PIPELINES` differ in. A warpgroup asks for products without
 waiting for them, and products that it asks for in a row follow each other without a gap; but it can
 ask for nothing while it computes a softmax. What must see an operation of another unit, or of the
 other warpgroup, end starts `wait` cycles after that.
@@ -31,6 +31,9 @@ L2_BYTES_PER_CLOCK = 5120  # of the whole device; A100 white paper, and H100's a
 WARPGROUPS = 2
 STAGES = 2  # places for a tile of K, and as many for one of V
 WAIT_CYCLES = 100.0  # an assumption: a barrier, and the first and last latency of a matrix product
+MOST_TILES = 2**13  # of a timeline, every operation of which is kept: a second or two
+MOST_CYCLES = 1e9  # of a time: sums over MOST_TILES then keep hundredths of a cycle
+LEAST_CYCLES = 1e-6  # of the products, so that a time is never 0
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class Pipeline:
     ----------
     key, title : str
     specialised : bool
-        A producer warp loads tiles ahead, into STAGES places. Otherwise all warps load a tile when
-        they are done with the one before.
+        A producer warp loads tiles ahead, into STAGES places. Otherwise all warps load, into one
+        place, once all that they asked for has ended: a turn's tiles when that turn begins.
     ping_pong : bool
         The warpgroups take turns at the matrix units, so that one's softmax is under the other's
         products. Otherwise they go in lockstep.
@@ -62,6 +65,9 @@ PIPELINES = {
     s.key: s
     for s in (
         Pipeline("plain", "no specialisation", False, False, False),
+        Pipeline(
+            "unspecialised", "no specialisation, softmax under the next product", False, False, True
+        ),
         Pipeline("ping-pong", "ping-pong between two warpgroups", True, True, False),
         Pipeline("pipelined", "softmax under the next tile's product", True, False, True),
         Pipeline("both", "ping-pong, and softmax under the next product", True, True, True),
@@ -103,9 +109,10 @@ class TileTimes:
 
     def __post_init__(self) -> None:
         for name in ("matmul", "exp", "copy", "wait"):
-            accepted = "a number of cycles " + ("above 0" if name == "matmul" else "of at least 0")
+            least = LEAST_CYCLES if name == "matmul" else 0
+            accepted = f"a number of cycles from {least:g} to {MOST_CYCLES:g}"
             value = checks.number(name, getattr(self, name), accepted)
-            if value < 0 or (name == "matmul" and value == 0):
+            if not least <= value <= MOST_CYCLES:
                 raise bad(name, value, accepted)
 
 
@@ -133,10 +140,10 @@ def tile_times(
     Raises
     ------
     ValueError
-        If the GPU has no FP8 rate.
+        If the GPU has no FP8 rate, or a time is out of range.
     """
     for name, value in (("Br", Br), ("Bc", Bc), ("d", d)):
-        checks.integer(name, value, 1)
+        checks.integer(name, value, 1, 2**31)  # of numbers far larger there is no float
     checks.flag("fp8", fp8)
     cycles, size = tile_cycles(gpu, Br, Bc, d), HALF
     matmul = cycles.matmul
@@ -208,7 +215,12 @@ def timeline(pipeline: str, times: TileTimes, tiles: int) -> Timeline:
         A key of `PIPELINES`.
     times : TileTimes
     tiles : int
-        At least 1.
+        From 1 to MOST_TILES.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there is no such pipeline, or tiles are out of range.
 
     Examples
     --------
@@ -218,7 +230,7 @@ def timeline(pipeline: str, times: TileTimes, tiles: int) -> Timeline:
     [0.57, 1.0]
     """
     chosen = PIPELINES[checks.choice("pipeline", pipeline, PIPELINES)]
-    tiles, wait, units = checks.integer("tiles", tiles, 1), times.wait, _Units()
+    tiles, wait, units = checks.integer("tiles", tiles, 1, MOST_TILES + 1), times.wait, _Units()
     groups = WARPGROUPS if chosen.ping_pong else 1  # in lockstep they are as one
     product, softmax = times.matmul / 2 / groups, times.exp / groups
     K, V = [0.0] * tiles, [0.0] * tiles  # when consumers see a tile in shared memory
@@ -226,13 +238,13 @@ def timeline(pipeline: str, times: TileTimes, tiles: int) -> Timeline:
     P = [0.0] * groups  # when a warpgroup's last softmax ends
     turn = 0.0  # when the other warpgroup lets go of the matrix units
 
-    def load(tile: int) -> None:
-        before = tile - (STAGES if chosen.specialised else 1)  # whose place it takes
-        K_free = V_free = 0.0
-        if before >= 0:
-            K_free, V_free = (S if chosen.specialised else O)[before] + wait, O[before] + wait
-        K[tile] = units.run("K", "copy", tile, None, times.copy / 2, K_free) + wait
-        V[tile] = units.run("V", "copy", tile, None, times.copy / 2, V_free) + wait
+    def load(what: str, tile: int, ready: float) -> None:
+        seen = units.run(what, "copy", tile, None, times.copy / 2, ready) + wait
+        (K if what == "K" else V)[tile] = seen
+
+    def turn_over() -> float:  # of warps without a producer: all that they asked for has ended
+        last = units.free["matmul"]
+        return max(P[0], last + wait) if last else 0.0
 
     def ask_for_S(w: int, tile: int) -> float:
         ready = max(K[tile], P[w], turn)
@@ -245,9 +257,15 @@ def timeline(pipeline: str, times: TileTimes, tiles: int) -> Timeline:
 
     for tile in range(tiles):
         if chosen.specialised:
-            load(tile)
+            before = tile - STAGES  # whose places it takes
+            load("K", tile, S[before] + wait if before >= 0 else 0.0)
+            load("V", tile, O[before] + wait if before >= 0 else 0.0)
         for w in range(groups):
             if chosen.pipelined:  # S of this tile, and behind it P V of the one before
+                if not chosen.specialised:
+                    load("K", tile, turn_over())
+                    if tile:
+                        load("V", tile - 1, turn_over())
                 end = ask_for_S(w, tile)
                 if tile:
                     ask_for_PV(w, tile - 1)
@@ -255,11 +273,14 @@ def timeline(pipeline: str, times: TileTimes, tiles: int) -> Timeline:
                 if tile:
                     ask_for_PV(w, tile - 1)
                 if not chosen.specialised:
-                    load(tile)
+                    load("K", tile, turn_over())
+                    load("V", tile, turn_over())
                 end = ask_for_S(w, tile)
                 if chosen.ping_pong:
                     turn = end + wait
             P[w] = units.run("softmax", "exp", tile, w, softmax, end + wait)
+    if chosen.pipelined and not chosen.specialised:
+        load("V", tiles - 1, turn_over())
     for w in range(groups):
         ask_for_PV(w, tiles - 1)
     return Timeline(chosen, times, tiles, tuple(units.operations))

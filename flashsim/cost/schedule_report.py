@@ -9,37 +9,40 @@ from typing import Any
 
 from .. import __version__
 from ..plots import COLOURS, _figure
-from ..tables import Report
+from ..tables import Report, count
 from .devices import Device
-from .schedule import STAGES, UNITS, TileTimes, Timeline
+from .schedule import STAGES, UNITS, TileTimes, Timeline, tile_times
 
 TERA = 1e12
 COLOUR_OF = {"K": "K", "V": "V", "S": "S", "softmax": "P", "PV": "O"}
-MEASURED = ("h100", "float16", 128)
-TABLE_2 = (
-    "Measured there (FlashAttention-3, Table 2): 570 TFLOP/s without specialisation, 582 without a "
-    "softmax under the products, 661 with all. The first of these has the softmax under the "
-    "products; here it has neither."
-)
+# FlashAttention-3, Table 2, TFLOP/s: where it was measured, and with which pipelines. The paper
+# does not give the tiles.
+MEASURED_ON = "h100"
+MEASURED_AT = {"N": 8448, "d": 128, "Br": 128, "Bc": 128, "dtype": "float16"}
+TABLE_2 = {"unspecialised": 570, "ping-pong": 582, "both": 661}
 HATCHES = ("", "////")  # of the warpgroups
 
 
 def schedule_report(
-    found: Sequence[Timeline], gpu: Device, peak: float, problem: dict[str, Any], operations: bool
+    found: Sequence[Timeline], gpu: Device, problem: dict[str, Any], operations: bool
 ) -> Report:
     """The report of `flashsim schedule`.
 
-    peak: FLOP/s of the matrix units. operations: a record an operation instead of a pipeline.
+    problem: N, d, Br, Bc and dtype. operations: a record an operation instead of a pipeline.
     """
-    times = found[0].times
+    times, N, Bc = found[0].times, problem["N"], problem["Bc"]
+    flops = 4 * problem["Br"] * N * problem["d"] * gpu.sm_count
+    rates = [flops * gpu.boost_clock_hz / line.total_cycles for line in found]
+    measured = gpu.key == MEASURED_ON and problem == MEASURED_AT and times == tile_times(gpu)
     table = [
         {
             "pipeline": line.pipeline.key,
-            "cycles\na tile": f"{line.total_cycles / line.tiles:.0f}",
+            "cycles\na tile": _short(line.total_cycles / line.tiles),
             **{unit: f"{line.busy_cycles(unit) / line.total_cycles:.1%}" for unit in UNITS},
-            "TFLOP/s": f"{line.utilisation * peak / TERA:.0f}",
+            "TFLOP/s": _short(rate / TERA),
+            **({"Table 2": str(TABLE_2.get(line.pipeline.key, "-"))} if measured else {}),
         }
-        for line in found
+        for line, rate in zip(found, rates, strict=True)
     ]
     records: list[dict[str, Any]] = [
         {
@@ -47,9 +50,9 @@ def schedule_report(
             "total_cycles": line.total_cycles,
             "utilisation": line.utilisation,
             **{f"{unit}_busy_cycles": line.busy_cycles(unit) for unit in UNITS},
-            "flops_per_second": line.utilisation * peak,
+            "flops_per_second": rate,
         }
-        for line in found
+        for line, rate in zip(found, rates, strict=True)
     ]
     if operations:
         records = [
@@ -63,26 +66,41 @@ def schedule_report(
             "device": {"key": gpu.key, "name": gpu.name},
         },
         heading=[
-            f"{gpu.name}, one SM at its peak rates: {found[0].tiles} key tiles of "
-            f"{problem['Br']} x {problem['Bc']} scores, d = {problem['d']}, {problem['dtype']}",
+            f"{gpu.name}, one SM at its peak rates: {_key_tiles(found[0].tiles)} of "
+            f"{problem['Br']} x {Bc} scores, d = {problem['d']}, {problem['dtype']}",
             _times_line(times),
         ],
         tables=[table],
         records=records,
         remarks=[
             "; ".join(f"{line.pipeline.key}: {line.pipeline.title}" for line in found) + ".",
-            "Busy shares of the units over the whole time. TFLOP/s: the matrix units' share of "
-            f"{peak / TERA:.4g}. Places for a tile: {STAGES}, or 1 without specialisation.",
+            "Busy shares of the units over the whole time. TFLOP/s: 4 Br N d FLOPs on each of "
+            f"{gpu.sm_count} SMs, over that time at {gpu.boost_clock_hz / 1e6:.0f} MHz. "
+            f"Places for a tile: {STAGES}, or 1 without specialisation.",
+            *([f"The last tile takes as long as the others, and counts {N % Bc} of its {Bc} keys."]
+              if N % Bc else []),
             "A limit of what a pipeline allows, not a forecast: only exponentials of a softmax, "
             "no registers, no throttled clock; the wait is an assumption.",
-            *([TABLE_2] if (gpu.key, problem["dtype"], problem["d"]) == MEASURED else ()),
+            *(["Table 2: TFLOP/s that FlashAttention-3 measures. How its kernel without "
+               "specialisation loads is not said there; here only when a turn begins."]
+              if measured else []),
         ],
     )  # fmt: skip
 
 
 def _times_line(times: TileTimes) -> str:
-    named = ", ".join(f"{name} {getattr(times, name):.4g}" for name in ("matmul", "exp", "copy"))
-    return f"Cycles of a tile, each unit alone: {named}; wait {times.wait:g}"
+    named = {name: _short(getattr(times, name)) for name in ("matmul", "exp", "copy", "wait")}
+    wait = named.pop("wait")
+    each = ", ".join(f"{name} {cycles}" for name, cycles in named.items())
+    return f"Cycles of a tile, each unit alone: {each}; wait {wait}"
+
+
+def _short(x: float) -> str:
+    return count(x if x < 100 else round(x))
+
+
+def _key_tiles(n: int) -> str:
+    return f"{n} key tile" + "s" * (n > 1)
 
 
 def timelines(path: Path, found: Sequence[Timeline], gpu: Device, tiles: int = 4) -> None:
@@ -108,8 +126,8 @@ def timelines(path: Path, found: Sequence[Timeline], gpu: Device, tiles: int = 4
                     bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "linewidth": 0},
                 )  # fmt: skip
         at.set_title(
-            f"{line.pipeline.title}: matrix units busy {line.utilisation:.1%} of all "
-            f"{line.tiles} tiles", fontsize=9, loc="left",
+            f"{line.pipeline.title}: matrix units busy {line.utilisation:.1%} of the time of "
+            f"{_key_tiles(line.tiles)}", fontsize=9, loc="left",
         )  # fmt: skip
         at.set_yticks(range(len(UNITS)), UNITS, fontsize=8)
         at.set_ylim(len(UNITS) - 0.5, -0.5)
