@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,9 @@ def _numbers(x: Any, bools: bool) -> np.ndarray[Any, Any] | None:
     """A prediction as an array of numbers, or of bools; None if it is something else."""
     try:
         array = np.asarray(x)
-    except ValueError:  # rows of unequal length
+        if array.dtype == object and all(isinstance(n, Real) for n in array.flat):
+            array = array.astype(np.float64)  # fractions, and integers of any length
+    except (ValueError, OverflowError):  # rows of unequal length; no float is so large
         return None
     return array if array.dtype.kind in ("b" if bools else "iuf") else None
 

@@ -118,6 +118,15 @@ def test_two_passes_are_right_and_no_n_by_n_matrix_but_read_k_twice():
     assert found.level == 3
 
 
+@pytest.mark.parametrize(("width", "level"), [(4, 4), (5, 1)])
+def test_a_few_numbers_a_row_in_hbm_are_no_matrix(width, level):
+    def kernel(Q, K, V, O, **how):
+        chip_of(Q).allocate("state", (len(Q), width), Q.dtype)
+        tiled_attention(Q, K, V, O, **how)
+
+    assert score(kernel, tiles=tile_sizes(M, D, "strict", "flash2", N=N)).level == level
+
+
 def test_tiles_that_do_not_fit_are_a_verdict():
     found = score(tiled_attention, tiles=(64, 64))
     assert found.level == 0
@@ -243,6 +252,9 @@ def test_every_probe_is_needed():
 def test_rows_that_are_taken_past_the_machine_are_missed():
     found = score(mistaken("tiles(Bc, K, V)", "((j, K.data[j], V[j]) for j, _ in tiles(Bc, V))"))
     assert "Of K only 0 of 4,096 elements were read" in found.mistake
+    one = "((j, K[j] if j.start == 0 else K.data[j], V[j]) for j, _ in tiles(Bc, V))"
+    found = score(mistaken("tiles(Bc, K, V)", one), tiles=(24, 12))
+    assert "Of K only 2,112 of 4,096 elements were read" in found.mistake
     found = score(mistaken("O[i] =", "O.data[i] ="))
     assert "Of O only 0 of 4,096 elements were written" in found.mistake
 

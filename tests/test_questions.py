@@ -1,5 +1,7 @@
 """`check`: right is right, wrong gets a hint, and no prediction whatever raises."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -89,6 +91,13 @@ def test_an_unusable_prediction_is_answered_in_words_and_reveals_nothing(predict
     assert not verdict
     assert wanted in str(verdict)
     assert "secret" not in str(verdict)
+
+
+def test_fractions_and_long_integers_are_numbers():
+    assert check(Fraction(1, 4), 0.25)
+    assert check([Fraction(1, 4), 1], np.array([0.25, 1]))
+    assert check(10**30, 1e30)
+    assert "Expected a number" in str(check(10**400, 1e30))
 
 
 anything = st.recursive(
