@@ -90,6 +90,8 @@ def test_a_notebook_runs_and_answers_its_predictions(path, tmp_path):
         if output.output_type == "stream" and output.name == "stderr"
     ]
     for cell in code:
+        draws = any("image/png" in output.get("data", {}) for output in cell.outputs)
+        assert draws == ("mystnb" in cell.metadata), "a picture has a text in its place"
         if "check(" in cell.source:
             shown = cell.outputs[-1].data["text/plain"]
             assert shown.startswith("Not what comes out: you predicted")

@@ -13,6 +13,7 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import jupytext
 import numpy as np
 import pytest
 from hypothesis import given
@@ -74,6 +75,23 @@ def test_every_test_about_a_public_fault_is_told_of():
     page = (DOCS / "faults.md").read_text("utf-8")
     told = set(re.findall(r"^test_\w+$", page, re.MULTILINE))
     assert told ^ set(claims.claims(ROOT / "tests" / "test_faults.py")) == set()
+
+
+DRAWS = re.compile(r"\b(plt\.show|subplots|Image|SVG)\(")
+
+
+def test_a_cell_draws_if_and_only_if_it_says_in_words_what_is_to_be_seen():
+    """If a page says nothing, a screen reader reads the name of the file, which is a hash."""
+    wrong, said = [], []
+    for path in [*(ROOT / "notebooks").glob("*.md"), *DOCS.glob("*.md")]:
+        for cell in jupytext.read(path, fmt="md:myst").cells:
+            alt = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
+            said += [alt] * bool(alt)
+            in_words = alt.endswith(".") and len(alt.split()) > 9
+            draws = cell.cell_type == "code" and DRAWS.search(cell.source) is not None
+            wrong += [(path.name, cell.source)] * (draws != in_words)
+    assert wrong == []
+    assert len(set(said)) == len(said) > 0
 
 
 # --- what is shown is so --------------------------------------------------------------------------

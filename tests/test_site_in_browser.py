@@ -36,14 +36,18 @@ in_browser = pytest.mark.skipif(
 
 WIDE, PHONE = (1440, 900), (390, 844)
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+TEXT = {"img": "alt", "iframe": "title"}  # what a screen reader says of it
 
 
 class Page(HTMLParser):
-    """The links of a page, the files that it loads, and the places that a link can lead to."""
+    """The links of a page, the files that it loads, the places that a link can lead to, and texts.
+
+    A text stands for a picture or a frame.
+    """
 
     def __init__(self, text):
         super().__init__()
-        self.links, self.loads, self.places = [], [], set()
+        self.links, self.loads, self.places, self.texts = [], [], set(), []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -58,6 +62,8 @@ class Page(HTMLParser):
             "prev",
         ):
             self.loads.append(given[LOADED[tag]])
+        if tag in TEXT:
+            self.texts.append((given.get("src"), given.get(TEXT[tag])))
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +100,13 @@ def test_no_file_asks_for_anything_from_outside(pages):
         urls = re.findall(r"(?:url\(|@import )[\"']?([^\"')]+)", path.read_text("utf-8"))
         asked += [(path.name, url) for url in urls if outside(url)]
     assert asked == []
+
+
+def test_every_picture_and_every_frame_is_told_of_in_words(pages):
+    file_name = re.compile(r"[0-9a-f]{16}|\.(png|svg|jpe?g|gif|webp)\b", re.IGNORECASE)
+    texts = [(path.name, *shown) for path, page in pages.items() for shown in page.texts]
+    assert texts
+    assert [x for x in texts if not (x[2] or "").strip() or file_name.search(x[2])] == []
 
 
 def test_every_public_function_and_class_with_a_docstring_is_in_the_api():
