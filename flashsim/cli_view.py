@@ -90,10 +90,13 @@ def view(
     else:
         name, colon, convention = ("flash2" if algorithm is None else algorithm).partition(":")
         what: dict[str, Any] = {}
+        checks.choice("algorithm", name, ALGORITHMS)
         if colon:
-            checks.choice("algorithm", name, ALGORITHMS)
             known = verify.conventions(name) + (verify.conventions(name, True) if backward else ())
             what["convention"] = checks.choice("convention", convention, dict.fromkeys(known))
+        spelled = {"is_causal": "--causal", "block_mask": f"--layout {layout}"}
+        for argument in viewer.refused(name, {"is_causal": causal, "block_mask": layout}):
+            raise ValueError(f"{spelled[argument]}: expected none, for algorithm={name!r}")
         if layout is not None:
             length = viewer.N if N is None else N
             size, what["block_mask"] = blocks_kept(layout, size, length, length)

@@ -28,7 +28,7 @@ from .algorithms import ALGORITHMS, flash2
 from .checks import bad, clamped
 from .memory import Hbm, Machine, widened
 from .problem import Problem, checked
-from .record import Recording, record
+from .record import Recording, recording
 from .reference import Exact, exact
 
 if TYPE_CHECKING:
@@ -206,18 +206,18 @@ class Comparison:
 
         See `flashsim.viewer.View`.
         """
-        from .viewer import View, standard_traffic
+        from .viewer import MOST_STEPS, View, standard_traffic
 
         call = self.call
         (Nq, Nk), (Br, Bc) = call.problem.lengths, call.tiles
         return View(
-            call.record(faulty(self.name)),
+            call.record(faulty(self.name), MOST_STEPS),
             title="FlashAttention-2 with a fault",
             subtitle=f"{self.name}; N = {Nq}; Nk = {Nk}; tiles {Br} × {Bc}",
             closed_form_elements=call.closed_form_elements,
             standard=standard_traffic(*call.head, sram=call.sram, **call.what),
             row=self.where[0],
-            right=call.record(flash2.flash_attention_2),
+            right=call.record(flash2.flash_attention_2, MOST_STEPS),
             note=f"A deliberate fault: {self.failure.title}. {self._sentence()}",
         )
 
@@ -372,11 +372,12 @@ class _Call:
             fn(*arrays, **options)
         return {"output": arrays[-2].data, "lse": arrays[-1].data}
 
-    def record(self, fn: Callable[..., None]) -> Recording:
+    def record(self, fn: Callable[..., None], most_steps: int) -> Recording:
         """The same, recorded."""
         arrays, options = self.arguments()
-        with np.errstate(all="ignore"):
-            return record(fn, *arrays, **options)
+        with np.errstate(all="ignore"), recording(fn, most_steps) as run:
+            fn(*arrays, **options)
+        return run
 
     @property
     def closed_form_elements(self) -> int:

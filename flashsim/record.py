@@ -293,7 +293,13 @@ def record(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Recording:
 
 
 def record_attention(
-    q: Any, k: Any, v: Any, *, algorithm: str = "flash2", **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    algorithm: str = "flash2",
+    most_steps: float = math.inf,
+    **options: Any,
 ) -> Recording:
     """Record one head of `flashsim.attention`.
 
@@ -303,6 +309,8 @@ def record_attention(
         One head; leading dimensions of length 1 are allowed.
     algorithm : str
         A name in `flashsim.ALGORITHMS`.
+    most_steps : number
+        Stop a run that takes more.
     **options
         As for `flashsim.attention`: tiles, sram, is_causal, ...
 
@@ -314,17 +322,24 @@ def record_attention(
     Raises
     ------
     ValueError, TypeError
-        As `flashsim.attention`, and if there is more than one head.
+        As `flashsim.attention`, and if there is more than one head, or there are more steps than
+        `most_steps`.
     """
     forward = ALGORITHMS[checks.choice("algorithm", algorithm, ALGORITHMS)].forward
     if math.prod(np.shape(q)[:-2]) != 1:
         raise bad("q.shape", np.shape(q), "one head, (N, d): pass q[batch, head]")
-    with recording(forward) as run:
+    with recording(forward, most_steps) as run:
         run.result = attention(q, k, v, algorithm=algorithm, **options)
     return run
 
 
-def record_backward(out: Attention, do: Any, tiles: tuple[int, int] | None = None) -> Recording:
+def record_backward(
+    out: Attention,
+    do: Any,
+    tiles: tuple[int, int] | None = None,
+    *,
+    most_steps: float = math.inf,
+) -> Recording:
     """Record `out.backward(do, tiles)`, the backward pass of one head.
 
     Parameters
@@ -335,6 +350,8 @@ def record_backward(out: Attention, do: Any, tiles: tuple[int, int] | None = Non
         Gradient of the output, in the shape and dtype of `out.output`.
     tiles : (Br, Bc), optional
         As for `Attention.backward`.
+    most_steps : number
+        Stop a run that takes more.
 
     Returns
     -------
@@ -344,17 +361,20 @@ def record_backward(out: Attention, do: Any, tiles: tuple[int, int] | None = Non
     Raises
     ------
     ValueError, TypeError
-        As `Attention.backward`, and if there is more than one head.
+        As `Attention.backward`, and if there is more than one head, or there are more steps than
+        `most_steps`.
     """
     if math.prod(out.output.shape[:-2]) != 1:
         raise bad("out.output.shape", out.output.shape, "one head, (N, dv)")
-    with recording(backward_of(out.algorithm, out.call.convention).run) as run:
+    with recording(backward_of(out.algorithm, out.call.convention).run, most_steps) as run:
         run.result = out.backward(do, tiles)
     return run
 
 
-def recording(fn: Callable[..., Any]) -> AbstractContextManager[Recording]:
-    """Record `fn`, whoever calls it, while the context lasts.
+def recording(
+    fn: Callable[..., Any], most_steps: float = math.inf
+) -> AbstractContextManager[Recording]:
+    """Record `fn`, whoever calls it, while the context lasts; stop it once it took too many steps.
 
     An exception passes through; the recording then ends with the statement that raised it::
 
@@ -363,6 +383,8 @@ def recording(fn: Callable[..., Any]) -> AbstractContextManager[Recording]:
 
     Raises
     ------
+    ValueError
+        Out of the run itself, when it takes more than `most_steps`.
     TypeError
         If `fn` is not a Python function written with def.
     OSError
@@ -383,7 +405,12 @@ def recording(fn: Callable[..., Any]) -> AbstractContextManager[Recording]:
                     sources[f.__code__] = _Source(f)
             elif _is_algorithm(f) and all(f.__globals__ is not m for m in modules):
                 modules.append(f.__globals__)
-    return _Watcher(sources)
+    return _Watcher(sources, most_steps)
+
+
+def too_many_steps(steps: str, most: float) -> ValueError:
+    """The error for a recording that is too long."""
+    return bad("recording", steps, f"at most {most}: larger tiles, or fewer rows, take fewer")
 
 
 def _ordinary(f: Any) -> TypeGuard[FunctionType]:
@@ -474,8 +501,8 @@ def _with_callers(frame: FrameType | None) -> set[FrameType]:
 class _Watcher(AbstractContextManager[Recording]):
     """Turns the lines that are about to run, and returns, into the steps of a recording."""
 
-    def __init__(self, sources: dict[CodeType, _Source]) -> None:
-        self.sources, self.run = sources, Recording()
+    def __init__(self, sources: dict[CodeType, _Source], most_steps: float) -> None:
+        self.sources, self.run, self.most_steps = sources, Recording(), most_steps
         self.events = _LineEvents(set(sources), self.on_line, self.on_return)
         self.outside: set[FrameType] = set()  # under way before: not recorded
         self.calls: list[_Activation] = []  # innermost last
@@ -492,13 +519,15 @@ class _Watcher(AbstractContextManager[Recording]):
         self.events.start()
         return self.run
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.events.stop()
         while self.calls:
             self._end_call()
         self.outside.clear()
         if self.machine is not None and self.own_log:
             self.machine.log = None
+        if kind is None:
+            self._check_length()
 
     def on_line(self, frame: FrameType, line: int) -> None:
         if frame in self.outside:
@@ -508,6 +537,11 @@ class _Watcher(AbstractContextManager[Recording]):
         if start != call.line:  # else another line of the same statement
             self._finish(call)
             call.line, call.reported = start, False
+            self._check_length()
+
+    def _check_length(self) -> None:
+        if len(self.run) > self.most_steps:
+            raise too_many_steps(f"more than {self.most_steps} steps", self.most_steps)
 
     def on_return(self, frame: FrameType) -> None:
         if frame not in self.outside:

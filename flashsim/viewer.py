@@ -15,7 +15,7 @@ from __future__ import annotations
 import html
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -33,7 +33,7 @@ from .memory import Traffic
 from .page_data import packed
 from .paging import paginate
 from .problem import as_array, checked
-from .record import Recording, record_attention, record_backward
+from .record import Recording, record_attention, record_backward, too_many_steps
 from .turns import rises_most
 
 Array = np.ndarray[Any, Any]
@@ -56,6 +56,30 @@ EXAMPLES: dict[str, Callable[[Any, int, int], Any]] = {
     "projection": lambda tiles, Nq, Nk: -(-Nk // 4) or 1,
     "fp8": lambda tiles, Nq, Nk: max(tiles),
 }
+
+# What has no meaning beside what is made up. `flashsim.problem` refuses it too, but by the name of
+# what no one gave.
+REFUSED = {
+    "block_mask": ("local_window", "projection", "cu_seqlens_q", "cu_seqlens_k"),
+    "local_window": ("block_mask", "projection", "cu_seqlens_q", "cu_seqlens_k"),
+    "projection": (
+        "is_causal", "window", "attn_mask", "block_mask", "local_window",
+        "cu_seqlens_q", "cu_seqlens_k",
+    ),
+    "block_tables": (
+        "attn_mask", "key_padding_mask", "block_mask", "local_window", "projection",
+        "cu_seqlens_q", "cu_seqlens_k",
+    ),
+}  # fmt: skip
+
+
+def refused(algorithm: str, given: dict[str, Any]) -> Iterator[str]:
+    """The names in `given` of arguments that an algorithm does not take, as of what it needs."""
+    needed = ALGORITHMS[algorithm].requires
+    for name in REFUSED.get(needed, ()):
+        value = given.get(name)
+        if value is not None and value is not False:
+            yield name
 
 
 @dataclass(repr=False)
@@ -102,11 +126,7 @@ class View:
             it has more than 20 000 steps.
         """
         if len(self.recording) > MOST_STEPS:
-            raise bad(
-                "recording",
-                f"{len(self.recording)} steps",
-                f"at most {MOST_STEPS}: larger tiles, or fewer rows, take fewer",
-            )
+            raise too_many_steps(f"{len(self.recording)} steps", MOST_STEPS)
         if not self.recording.steps or self.recording[0].number != 0:
             raise bad(
                 "recording", f"{len(self.recording)} steps", "a recording from its first step"
@@ -220,6 +240,8 @@ def view(
     quarters = -(-Nq // 4) or 1, -(-Nk // 4) or 1
     needed = registered.requires
     made_up = bool(needed) and options.get(needed) is None
+    for name in refused(algorithm, options) if made_up else ():
+        raise bad(name, "given", f"none, for algorithm={algorithm!r}")
     if tiles is None and sram is None and sram_bytes is None:
         tiles = quarters
     if tiles is None and made_up and needed == "block_mask":
@@ -241,7 +263,9 @@ def view(
         sram = _needed(algorithm, q, k, v, tiles, backward, options)
     given = {"sram": sram, "sram_bytes": sram_bytes, **options}
     common = {name: x for name, x in given.items() if name not in registered.options}
-    forward = record_attention(q, k, v, algorithm=algorithm, tiles=tiles, **given)
+    forward = record_attention(
+        q, k, v, algorithm=algorithm, tiles=tiles, most_steps=MOST_STEPS, **given
+    )
     out: Attention = forward.result
     if row is None:
         row = rises_most(forward)
@@ -252,7 +276,7 @@ def view(
             following = (SEED if seed is None else checks.integer("seed", seed, 0)) + 1
             do = np.random.default_rng(following).standard_normal(out.output.shape)
             do = do.astype(out.output.dtype)
-        recording = record_backward(out, do)
+        recording = record_backward(out, do, most_steps=MOST_STEPS)
     Br, Bc = out.tiles_backward or out.tiles
     direction = "backward" if backward else "forward"
     about = [f"N = {Nq}", f"d = {np.shape(q)[-1]}", f"tiles {Br} × {Bc}"]

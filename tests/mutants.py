@@ -934,6 +934,12 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("a title is HTML", "html.escape(self.title)", "self.title"),
         ("a page may have any number of steps", "len(self.recording) > MOST_STEPS", "False"),
     ],
+    ("viewer.py::view", "viewer"): [
+        ("a backward pass has the forward one's tiles", "out.tiles_backward or out.tiles", "out.tiles"),
+    ],
+    ("viewer.py::refused", "viewer"): [
+        ("nothing is refused for what an algorithm needs", "REFUSED.get(needed, ())", "()"),
+    ],
     ("viewer.py::_needed", "viewer"): [
         ("the chip is that of the forward pass", "if not backward:", "if True:"),
     ],
@@ -951,6 +957,12 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("record.py::record_backward", "record"): [
         ("the tiles are ignored", "run.result = out.backward(do, tiles)", "run.result = out.backward(do)"),
+    ],
+    ("record.py::_Watcher.on_line", "viewer"): [
+        ("a run is refused when it has ended", "self._check_length()", "pass"),
+    ],
+    ("record.py::_Watcher.__exit__", "viewer"): [
+        ("a run may have a step too many", "if kind is None:", "if False:"),
     ],
     ("record.py::_Watcher._parts", "record"): [
         ("a call forgets of what its caller has a part", "dict(self.calls[-1].parts) if self.calls else {}", "{}"),

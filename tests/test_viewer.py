@@ -19,7 +19,7 @@ import flashsim as fs
 from flashsim import failures, problem
 from flashsim.online_softmax import merge, of_tile
 from flashsim.page_data import KINDS
-from flashsim.record import record, record_attention
+from flashsim.record import record, record_attention, recording
 from flashsim.turns import rises_most, turns_of
 from flashsim.viewer import View, random_head, view
 from test_cli import invoke
@@ -206,6 +206,17 @@ def test_the_totals_to_compare_with_are_those_of_the_closed_forms():
     assert view("standard").standard is None  # it would be the same
 
 
+def test_the_tiles_told_are_those_of_the_pass_that_is_shown():
+    told = {}
+    for backward in False, True:
+        shown = view("flash2", N=32, d=4, sram=150, backward=backward)
+        loops = [step.locals for step in shown.recording]
+        Br, Bc = (max(x[i].stop - x[i].start for x in loops if i in x) for i in "ij")
+        assert f"tiles {Br} × {Bc}" in shown.subtitle
+        told[backward] = Br, Bc
+    assert told[False] != told[True]
+
+
 @each_pass
 def test_without_a_budget_the_chip_holds_the_tiles_and_no_more(algorithm, backward):
     shown = view(algorithm, backward=backward)
@@ -366,6 +377,40 @@ def test_a_page_of_too_many_steps_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr("flashsim.viewer.MOST_STEPS", len(shown.recording) - 1)
     with pytest.raises(ValueError, match="recording='174 steps': expected at most 173: larger t"):
         shown.html()
+
+
+def counts_to_a_thousand(x):
+    while x < 1000:
+        x += 1
+
+
+def test_a_run_of_too_many_steps_is_stopped_at_the_limit():
+    x = np.zeros(1)
+    with (
+        pytest.raises(ValueError, match="recording='more than 50 steps': expected at most 50: "),
+        recording(counts_to_a_thousand, 50),
+    ):
+        counts_to_a_thousand(x)
+    assert x < 50
+    with recording(counts_to_a_thousand, 50) as run:
+        counts_to_a_thousand(x := np.array([990.0]))
+    assert (x, len(run)) == (1000, 21)
+
+
+@pytest.mark.parametrize(
+    "shown, most",
+    [
+        (lambda: view("flash2"), 173),
+        (lambda: view("flash2", backward=True), 180),
+        (lambda: failures.show("drop-tail", *random_head(16), tiles=(4, 4)).view(), 173),
+    ],
+    ids=["forward", "backward", "fault"],
+)
+def test_no_view_runs_longer_than_a_page_may_be(shown, most, monkeypatch):
+    assert len(shown().recording) == most + 1
+    monkeypatch.setattr("flashsim.viewer.MOST_STEPS", most)
+    with pytest.raises(ValueError, match=f"recording='more than {most} steps'"):
+        shown()
 
 
 @each_pass
@@ -537,6 +582,28 @@ def test_a_made_up_window_is_not_held_against_the_caller():
         view("local", HEAD[0], *LONG[1:])
 
 
+OTHERS = {
+    "is_causal": True, "window": (1, None), "attn_mask": np.ones((16, 16), bool),
+    "key_padding_mask": np.ones(16, bool), "block_mask": np.ones((4, 4), bool), "local_window": 4,
+    "projection": 4, "cu_seqlens_q": [0, 16], "cu_seqlens_k": [0, 16], "dropout_p": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", [name for name, row in ALGORITHMS.items() if row.requires])
+def test_no_argument_is_refused_for_one_that_was_made_up(algorithm):
+    """Nor is what was made up refused: no one gave it."""
+    said = {}
+    for name in OTHERS.keys() - {ALGORITHMS[algorithm].requires}:
+        both = ("cu_seqlens_q", "cu_seqlens_k") if name.startswith("cu") else (name,)
+        try:
+            view(algorithm, **{name: OTHERS[name] for name in both})
+        except ValueError as error:
+            said[name] = str(error)
+    assert "dropout_p" not in said
+    for name, message in said.items():
+        assert re.match(f"{name[:10]}.*=.* for algorithm='{algorithm}'", message)
+
+
 def test_only_a_recording_can_be_shown():
     with pytest.raises(TypeError, match=r"recording=None: expected one of flashsim\.record"):
         View(None)
@@ -619,6 +686,8 @@ def test_the_command_opens_the_page_when_asked(tmp_path, monkeypatch):
         (["-a", "flash9:elided"], "algorithm='flash9': expected one of 'standard'"),
         (["--layout", "butterfly:9", "--tiles", "4,4"], "layout='butterfly:9'"),
         (["--tiles", "4"], "--tiles 4: expected Br,Bc"),
+        (["-a", "linformer", "--causal"], "--causal: expected none, for algorithm='linformer'"),
+        (["-a", "local", "--layout", "causal"], "--layout causal: expected none, for algorithm="),
     ],
 )
 def test_the_command_refuses_in_one_line(arguments, message, tmp_path, monkeypatch):

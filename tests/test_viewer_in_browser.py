@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="needs a Chromium: apt-get install --no-install-recommends chromium"
 )
 
-WIDE, NOTEBOOK, PHONE = (1440, 900), (900, 860), (360, 740)
+WIDE, NOTEBOOK, PHONE = (1440, 900), (860, 860), (360, 740)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,9 @@ def test_keys_do_what_the_help_says(opened, forward):
     ]:  # fmt: skip
         page.keyboard.press(key)
         assert position(page) == expected
+    for key in "Control", "Alt", "Meta":  # what they mean with others is the browser's
+        page.keyboard.press(f"{key}+ArrowRight")
+        assert position(page) == 0
     page.focus("#slider")  # where the keys are the slider's own, and must count once
     for key, expected in ("ArrowRight", 1), ("End", last), ("Home", 0):
         page.keyboard.press(key)
@@ -217,7 +220,7 @@ def test_a_row_is_followed_by_its_number_or_by_a_click_on_the_map(opened, forwar
     assert page.input_value("#followed") == str(forward.row)
 
     def final():
-        return number(page.locator("#turns tbody tr").last.locator("td").last.inner_text())
+        return number(page.locator("#turns .below").last.locator("span > span").last.inner_text())
 
     lse = forward.recording.result.lse
     assert final() == pytest.approx(lse[forward.row], rel=1e-3)
@@ -300,12 +303,28 @@ CURRENT = """() => steps.map((step) => {
 })"""
 
 
+HEADS = """() => [
+  [...document.querySelectorAll("#turns thead th, .below > span > small")]
+    .map((x) => x.textContent),
+  $("turns").scrollWidth > $("turns").clientWidth,
+]"""
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_step_of_every_algorithm_marks_the_line_that_ran(opened, algorithm):
+def test_every_algorithm_marks_the_line_that_ran_and_shows_the_row_whole(opened, algorithm):
+    """The line at every step; the row at every width, without scrolling sideways."""
     for backward in (False, True)[: 1 + bool(ALGORITHMS[algorithm].backward)]:
-        run = (shown := view(algorithm, N=8, d=2, backward=backward)).recording
+        run = (shown := view(algorithm, N=8, d=5, backward=backward)).recording
         lines = [f"{step.line}{run.source[step.function][step.line]}" for step in run]
-        assert opened(shown.html()).evaluate(CURRENT) == [[line] for line in lines]
+        page = opened(shown.html())
+        assert page.evaluate(CURRENT) == [[line] for line in lines]
+        assert page.evaluate("D.columns.length > 0") == page.is_visible("#row")
+        for width, height in PHONE, NOTEBOOK, WIDE:
+            page.set_viewport_size({"width": width, "height": height})
+            page.evaluate("go(LAST)")
+            heads, is_cut = page.evaluate(HEADS)
+            assert set(heads) == {"tile", *page.evaluate("D.columns")}
+            assert not is_cut
 
 
 def test_the_map_says_how_often_a_row_was_read(opened, forward):
@@ -318,6 +337,50 @@ def test_the_map_says_how_often_a_row_was_read(opened, forward):
         "V, read so far: rows 0 to 15 4 times, 256 elements",
     ]
     assert page.evaluate("panels.map(p => [...new Set(p.counts)])") == [[1], [4], [4], [1], [1]]
+
+
+PIXELS = """() => panels.map((p) => {
+  const copy = document.createElement("canvas");
+  const paper = copy.getContext("2d", { willReadFrequently: true });
+  [copy.width, copy.height] = [p.canvas.width, p.canvas.height];
+  paper.drawImage(p.canvas, 0, 0);
+  const middle = (x, r) => [...paper.getImageData(x, 2 + (r + 0.5) * cell, 1, 1).data];
+  const rows = [...Array(p.rows).keys()];
+  const inks = (place) => rows.map((r) => middle(place, r));
+  const colours = inks(MARGIN + p.width / 2).map(([r, g, b]) => `rgb(${r}, ${g}, ${b})`);
+  return [p.kind, [...p.counts], colours, rows.filter((r) => p.ofQueries && inks(2)[r][3])];
+})"""
+LEGEND = """() => ["reads", "writes"].map((id) =>
+  [...$(id).querySelectorAll(".scale span")].map((x) => getComputedStyle(x).backgroundColor))"""
+
+
+def test_the_map_has_the_colours_of_its_legend_and_a_mark_at_the_followed_row(opened, forward):
+    page = opened(forward.html())
+    for row, step in (6, 70), (13, len(forward.recording) - 1):
+        page.fill("#followed", str(row))
+        page.press("#followed", "Enter")
+        go(page, step)
+        legend = page.evaluate(LEGEND)
+        assert [len(set(colours)) for colours in legend] == [5, 2]
+        marked = []
+        for kind, counts, colours, marks in page.evaluate(PIXELS):
+            assert colours == [legend[kind][times] for times in counts]
+            marked += marks
+        assert marked == [row] * 3  # of Q, O and L
+
+
+FRESH = """() => steps.map((step) => {
+  showChip(step);
+  return [...document.querySelectorAll("#sram .new")].map((x) => x.textContent);
+})"""
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_the_tiles_that_a_step_brought_are_marked_and_no_others(opened, views, backward):
+    shown = views["flash2", backward]
+    for step, marked in zip(shown.recording, opened(shown.html()).evaluate(FRESH), strict=True):
+        brought = {e.name for e in step.events if e.kind in ("read", "place", "replace")}
+        assert marked == [held.name for held in step.resident if held.name in brought]
 
 
 def test_the_map_legend_reads_as_a_range_where_its_colours_are_not_seen(opened, forward):
@@ -341,7 +404,7 @@ def counts_up(x):
 
 
 def test_changed_numbers_are_marked_and_only_they(opened, forward):
-    page, run = opened(forward.html()), forward.recording
+    page, run = opened(forward.html(), (1920, 1080)), forward.recording
     step = next(
         s for s in run[40:]
         if "m_new" in s.changed and 0 < (s.changed["m_new"] > s.locals["mi"]).sum() < 4
@@ -421,6 +484,47 @@ def test_nothing_is_cut_off_at_any_width(opened, views, which):
             assert page.evaluate(OUTSIDE) == []
 
 
+def test_the_followed_row_is_told_on_two_lines_a_turn_where_one_has_no_room(opened, forward):
+    page, run, row = opened(forward.html(), PHONE), forward.recording, 9
+    page.fill("#followed", str(row))
+    page.press("#followed", "Enter")
+    go(page, len(run) - 1)
+    one_line = "document.querySelector('.two-lines') === null"
+    assert not page.evaluate(one_line)
+    first, second = (page.locator("#turns tbody tr").nth(n) for n in (4, 5))
+    keys = run[[step.changed.get("j") for step in run].index(slice(4, 8))].locals["j"]
+    step = [s for s in run if "Oi" in s.changed and s.locals.get("j") == keys][row // 4]
+    assert step.code.startswith("Oi[:] = ")
+    found = [number(text) for text in first.locator("td").all_inner_texts()]
+    old, new = (step.locals[name][row % 4] for name in ("mi", "m_new"))
+    state = old, new, np.exp(old - new), step.locals["li"][row % 4]
+    assert first.locator("th").inner_text().split() == ["keys", "4:8"]
+    assert found == pytest.approx(state, rel=1e-3)
+    name, numbers = second.inner_text().split("far ")
+    assert name == "O so "
+    wanted = step.locals["Oi"][row % 4]
+    assert [number(text) for text in numbers.split()] == pytest.approx(wanted, rel=6e-3)
+    page.set_viewport_size({"width": 1920, "height": 1080})
+    page.wait_for_function(one_line)
+    go(page, step.number)
+    assert page.locator("#turns .new-value").count() == 1
+    page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+    page.wait_for_function(f"!({one_line})")
+    assert page.locator("#turns .below .new-value").count() == 1
+
+
+@pytest.mark.parametrize("size", [NOTEBOOK, WIDE], ids=["notebook", "wide"])
+def test_the_followed_row_is_in_sight_from_its_first_turn_to_its_last(opened, forward, size):
+    page = opened(forward.html(), size)
+    go(page, len(forward.recording) - 1)
+    box = page.locator("#row").bounding_box()
+    assert box["y"] + box["height"] <= size[1]
+
+
+BOXES = """places => places.flatMap((place) => [...document.querySelectorAll(place)])
+  .map((x) => x.getBoundingClientRect()).map((box) => [box.top, box.bottom])"""
+
+
 @pytest.mark.parametrize("height", [800, 860])
 def test_in_a_notebook_the_line_its_values_and_the_followed_row_are_in_sight(
     opened, forward, height
@@ -428,9 +532,8 @@ def test_in_a_notebook_the_line_its_values_and_the_followed_row_are_in_sight(
     page = opened(forward.html(), (860, height))
     for step in range(20, 32):  # a turn; the row that is followed is in it
         go(page, step)
-        for place in ".line.on", "#turns tr.mine", "#changed":
-            for box in (x.bounding_box() for x in page.locator(place).all()):
-                assert 0 < box["y"] < box["y"] + box["height"] <= height
+        for top, bottom in page.evaluate(BOXES, [".line.on", "#turns tr.mine", "#changed"]):
+            assert 0 < top < bottom <= height
 
 
 @pytest.mark.parametrize("which", ["flash1", "standard", "flash2"])
@@ -441,10 +544,10 @@ def test_in_a_notebook_the_values_of_a_backward_pass_are_in_sight_too(opened, vi
         if step.line not in seen:  # once each
             seen.add(step.line)
             go(page, step.number)
-            first = page.locator("#changed > *").first  # of a long array eight rows
-            for row in first.locator("tr").all()[:9] or [first]:
-                box = row.bounding_box()
-                assert 0 < box["y"] < box["y"] + box["height"] <= 860
+            first = "#changed > :first-child"  # of a long array eight rows
+            boxes = page.evaluate(BOXES, [f"{first} tr"])[:9] or page.evaluate(BOXES, [first])
+            for top, bottom in boxes:
+                assert 0 < top < bottom <= 860
 
 
 def test_on_a_phone_the_controls_stay_in_reach_and_are_large(opened, forward):

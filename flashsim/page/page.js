@@ -114,8 +114,9 @@ const often = (n) => ["never", "once", "twice"][n] ?? `${n} times`;
 const rowsFrom = (first, stop) => (stop - first === 1 ? `row ${first}` : `rows ${first} to ${stop - 1}`);
 const close = (x, right) => Object.is(x, right) || x === right || Math.abs(x - right) <= D.close * Math.abs(right);
 
-function numberCell(x, right, isCompared, names = []) {
-  const cell = element("td", { title: exact(x), className: names.join(" ") }, short(x));
+function fillNumber(cell, x, right, isCompared) {
+  cell.title = exact(x);
+  cell.append(short(x));
   if (isCompared && !close(x, right)) {
     cell.classList.add("wrong");
     cell.title += `; right: ${exact(right)}`;
@@ -236,7 +237,7 @@ function showTraffic(now) {
 // --- the memory map ---
 
 const tall = Math.max(1, ...panels.map((p) => p.rows));
-const cell = Math.max(tall > 96 ? 1 : 2, Math.min(16, Math.floor((panels.length > 6 ? 112 : 136) / tall)));
+const cell = Math.max(tall > 96 ? 1 : 2, Math.min(16, Math.floor(104 / tall)));
 const MARGIN = 12; // for the marks beside the rows
 
 function buildMap() {
@@ -328,35 +329,56 @@ function showMap(now) {
 // --- the followed row ---
 
 let row = D.row;
+let twoLines = false; // a turn has: what it made of O is below, where there is no room beside
+const BESIDE = ["m_old", "m_new", "factor", "tile's factor", "l"];
 
 function follow(chosen) {
   row = Math.max(0, Math.min(D.rows - 1, Math.round(chosen) || 0));
   $("followed").value = row;
+  fitRow();
   show();
 }
 
+function fitRow() {
+  twoLines = false;
+  showRow(LAST); // when it has all its numbers
+  twoLines = $("turns").scrollWidth > $("turns").clientWidth;
+}
+
+function stateCell(tag, [, step, x, y], r, k) { // of row r of array x, beside which y is right
+  const values = arrays[x], right = arrays[y];
+  const cell = element(tag, step === k ? { className: "new-value" } : {});
+  if (values.columns === undefined) return fillNumber(cell, values.at(r), right?.at(r), right !== undefined);
+  const some = [...Array(Math.min(4, values.kept)).keys()];
+  cell.title = some.map((c) => exact(values.at(r, c))).join(" ");
+  cell.append(some.map((c) => short(values.at(r, c), 3)).join("  ") + (values.columns > some.length ? " …" : ""));
+  if (right !== undefined && some.some((c) => !close(values.at(r, c), right.at(r, c)))) {
+    cell.classList.add("wrong");
+    cell.append(element("small", {}, `right ${some.map((c) => short(right.at(r, c), 3)).join("  ")}`));
+  }
+  return cell;
+}
+
+function showTurn({ first, label, cells }, beside, below, k) {
+  const last = (column) => cells.findLast(([c, step]) => c === column && step <= k);
+  const shown = (tag, column) => (last(column) ? stateCell(tag, last(column), row - first, k) : element(tag, { className: "none" }, "·"));
+  const line = (...all) => element("tr", cells.some(([, step]) => step === k) ? { className: "mine", "aria-current": "true" } : {}, ...all);
+  const has = (column) => cells.some(([c]) => c === column);
+  const lines = !twoLines || beside.some(has) ? [beside.map((column) => shown("td", column))] : [];
+  if (below.some(has)) {
+    const named = below.filter(has).map((column) => element("span", {}, element("small", {}, D.columns[column]), " ", shown("span", column)));
+    lines.push([element("td", { className: "below", colSpan: beside.length || 1 }, ...named)]);
+  }
+  const name = label.split(/(?<=_)/).flatMap((part) => [part, element("wbr")]);
+  return lines.map((tds, n) => line(...(n ? [] : [element("th", { scope: "row", rowSpan: lines.length }, ...name)]), ...tds));
+}
+
 function showRow(k) {
-  const head = element("tr", {}, element("th", { scope: "col" }, "tile"), ...D.columns.map((name) => element("th", { scope: "col" }, name)));
-  const body = turns.filter(({ first, stop }) => first <= row && row < stop).map(({ first, label, cells }) => {
-    const shown = D.columns.map((_, column) => cells.findLast(([c, step]) => c === column && step <= k));
-    const isNow = cells.some(([, step]) => step === k);
-    return element("tr", isNow ? { className: "mine", "aria-current": "true" } : {}, element("th", { scope: "row" }, label),
-      ...shown.map((found) => {
-        if (!found) return element("td", { className: "none" }, "·");
-        const [, step, x, y] = found, r = row - first, names = step === k ? ["new-value"] : [];
-        const values = arrays[x], right = arrays[y];
-        if (values.columns === undefined) return numberCell(values.at(r), right?.at(r), right !== undefined, names);
-        const some = [...Array(Math.min(4, values.kept)).keys()];
-        const cell = element("td", { className: names.join(" "), title: some.map((c) => exact(values.at(r, c))).join(" ") },
-          some.map((c) => short(values.at(r, c), 3)).join("  ") + (values.columns > some.length ? " …" : ""));
-        if (right !== undefined && some.some((c) => !close(values.at(r, c), right.at(r, c)))) {
-          cell.classList.add("wrong");
-          cell.append(element("small", {}, `right ${some.map((c) => short(right.at(r, c), 3)).join("  ")}`));
-        }
-        return cell;
-      }));
-  });
-  $("turns").replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
+  const isBeside = (column) => !twoLines || BESIDE.includes(D.columns[column]);
+  const beside = [...D.columns.keys()].filter(isBeside), below = [...D.columns.keys()].filter((column) => !isBeside(column));
+  const head = element("tr", {}, ...["tile", ...beside.map((column) => D.columns[column])].map((name) => element("th", { scope: "col" }, name)));
+  const body = turns.filter(({ first, stop }) => first <= row && row < stop).flatMap((turn) => showTurn(turn, beside, below, k));
+  $("turns").replaceChildren(element("table", { className: twoLines ? "two-lines" : "" }, element("thead", {}, head), element("tbody", {}, ...body)));
 }
 
 // --- the values that changed ---
@@ -372,7 +394,7 @@ function valueTable(x, before) {
   const first = Math.max(0, Math.min(rows - MOST_ROWS, mine < 0 || mine >= rows ? 0 : mine - MOST_ROWS / 2));
   const shown = [...Array(Math.min(rows, MOST_ROWS)).keys()].map((r) => first + r);
   const label = (start, n) => element("th", { scope: start === "col" ? "col" : "row" }, String(n));
-  const value = (r, c) => numberCell(x.array.at(r, c), x.right?.at(r, c), x.right !== undefined, marked && isNew(r, c) ? ["new-value"] : []);
+  const value = (r, c) => fillNumber(element("td", { className: marked && isNew(r, c) ? "new-value" : "" }), x.array.at(r, c), x.right?.at(r, c), x.right !== undefined);
   const table = element("table");
   const rowLabel = (r) => Math.max(0, x.row0) + r;
   if (columns === undefined) { // a vector lies down, its places are its head
@@ -467,6 +489,7 @@ $("code").addEventListener("touchend", (event) => {
 });
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+addEventListener("resize", () => { fitRow(); showRow(k); });
 
 $("subtitle").textContent = D.subtitle;
 $("note").textContent = D.note;
@@ -478,4 +501,5 @@ $("row").hidden = !D.rows;
 $("memory").hidden = !D.hbm.length;
 buildSource();
 buildMap();
+fitRow();
 go(0);
