@@ -615,14 +615,15 @@ def test_every_text_has_contrast(opened, views):
 def test_dark_and_light_follow_the_system_and_redraw_the_map(opened, forward):
     page = opened(forward.html(), color_scheme="light")
     go(page, 30)
-    seen = []
+    drawn, seen = "document.querySelector('canvas').toDataURL()", []
     for scheme in "light", "dark", "light":
         page.emulate_media(color_scheme=scheme)
-        page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+        if seen:  # it is told in an event of its own
+            page.wait_for_function(f"(before) => {drawn} !== before", arg=seen[-1])
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
         bright = sum(map(int, re.findall(r"\d+", colour)))
         assert bright > 600 if scheme == "light" else bright < 150
-        seen.append(page.evaluate("document.querySelector('canvas').toDataURL()"))
+        seen.append(page.evaluate(drawn))
     assert seen[0] == seen[2] != seen[1]
 
 
