@@ -60,7 +60,7 @@ class KernelCache(CUDACache):
 @cache
 def sources() -> str:
     """A digest of the package's text."""
-    texts = (file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    texts = (file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py")))
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "add",
     "available",
     "compiled",
+    "compute_capability",
     "cuda",
     "device",
     "exp2",
@@ -54,9 +55,16 @@ __all__ = [
 SIMULATED = bool(config.ENABLE_CUDASIM)
 ROW_THREADS = 8 if SIMULATED else 256  # of a block that works on one row, or on a few
 
-# A helper is inlined into the kernel that calls it, so that arrays passed to it stay in registers,
-# and so that a kernel compiles without a GPU.
-device = cuda.jit(device=True, inline="always")
+
+def device(function: Any) -> Any:
+    """The decorator of a helper of kernels.
+
+    It is inlined into the kernel that calls it, so that arrays passed to it stay in registers, and
+    so that a kernel compiles without a GPU. In the simulator only one that names `cuda` needs it.
+    """
+    if SIMULATED and "cuda" not in function.__code__.co_names:
+        return function
+    return cuda.jit(device=True, inline="always")(function)
 
 
 def kernel(threads: int) -> Any:
@@ -300,6 +308,14 @@ def shared_memory_bytes() -> int:
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
+def compute_capability() -> tuple[int, int]:
+    """Of the current GPU; the simulator has what any kernel asks for."""
+    if SIMULATED:
+        return 9, 0
+    major, minor = cuda.get_current_device().compute_capability
+    return int(major), int(minor)
+
+
 def multiprocessors() -> int:
     """How many multiprocessors the current GPU has."""
     return 4 if SIMULATED else int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
@@ -368,15 +384,46 @@ def compiled(function: Any, signature: Any, arch: str) -> dict[str, int]:
         registers (a thread), spill_bytes, stack_bytes (local memory), and wide_floats, the
         instructions on float64: a Python literal that widens what should be float32.
     """
-    import re
-
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     ptx = _ptx(function, signature)
     options = LinkerOptions(arch=arch, ptxas_options=["-v"])
     linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     linker.link("cubin")
-    log = linker.get_info_log()
+    return _said(linker.get_info_log(), ptx)
+
+
+def linked(function: Any, signature: Any, arch: str) -> dict[str, int]:
+    """As `compiled`, but for one architecture and by link-time optimisation, as a launch is.
+
+    Only so, with the whole program before it, does the assembler follow `setmaxnreg`. Besides, in
+    the answer, warnings: how often it says that it did not do as it was told, as when it waits for
+    each `wgmma` before the next.
+    """
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    numbers = arch.removeprefix("sm_")
+    cc = (int(numbers[0]), int(numbers[1]), numbers[2:])
+    code, _ = cuda.compile(
+        function.py_func, types.void(*signature), device=False, abi="numba", output="ltoir",
+        cc=cc if cc[2] else cc[:2], launch_bounds=function.targetoptions["launch_bounds"],
+    )  # fmt: skip
+    made: dict[str, Any] = {}
+    for kind in ("ptx", "cubin"):
+        options = LinkerOptions(
+            arch=arch,
+            link_time_optimization=True,
+            ptx=True if kind == "ptx" else None,
+            ptxas_options=None if kind == "ptx" else ["-v"],
+        )
+        linker = Linker(ObjectCode.from_ltoir(code), options=options)
+        made[kind], log = linker.link(kind).code, linker.get_info_log()
+    return {**_said(log, made["ptx"].decode()), "warnings": log.count("Potential Performance Loss")}
+
+
+def _said(log: str, ptx: str) -> dict[str, int]:
+    """What the assembler reports, as `compiled` returns it."""
+    import re
 
     def number(pattern: str) -> int:
         return sum(map(int, re.findall(pattern, log)))
