@@ -47,6 +47,13 @@ class Operand:
         }
         return cuda.from_cuda_array_interface(interface, owner=self.owner, sync=False)
 
+    def rows_aligned(self, size: int) -> bool:
+        """Whether rows have no gaps, and every row starts at a multiple of `size` bytes."""
+        *apart, item = self.strides
+        starts = (self.address or 0, *apart)
+        whole = item == STORED[self.dtype].itemsize and all(x % size == 0 for x in starts)
+        return whole or 0 in self.shape
+
     def on_gpu(self) -> Operand:
         """This operand, copied to the GPU if it is on the host."""
         if SIMULATED or self.address is not None:

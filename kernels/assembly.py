@@ -9,12 +9,15 @@ import dataclasses
 from typing import Any
 
 from . import (
+    ampere,
+    ampere_backward,
     flash1,
     flash1_backward,
     flash2,
     flash2_backward,
     flash2_two_kernels,
     gpu,
+    hopper,
     launch,
     load_only,
     masks,
@@ -22,7 +25,7 @@ from . import (
     standard,
 )
 from .gpu import types
-from .tiles import Tile, tile_for
+from .warpgroup_tiles import WarpgroupTile
 
 ROOM = 227 * 1024  # bytes of shared memory a block may have on compute capability 9.0
 # Of each kernel, the row of the registry whose default tiles it takes.
@@ -36,6 +39,7 @@ FORWARD = {
     "merge": "split_kv",
     "load_only flash2": "flash2",
     "load_only flash1": "flash1",
+    "ampere": "ampere",
 }
 BACKWARD = {
     "D": "flash2",
@@ -43,18 +47,25 @@ BACKWARD = {
     "dKdV": "flash2-two-kernel",
     "dQ": "flash2-two-kernel",
     "flash1_backward": "flash1",
+    "ampere_backward": "ampere",
 }
 NAMES = (*FORWARD, *BACKWARD)
+TENSOR_CORES = ("ampere", "ampere_backward")
 
 
-def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, Tile]:
-    """A kernel with its default tile, and the Numba types of contiguous arguments."""
+def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, Any]:
+    """A kernel with its default tile, and the Numba types of contiguous arguments.
+
+    Those for tensor cores take 16-bit numbers: float16, unless f says bfloat16.
+    """
+    if name in TENSOR_CORES and f.dtype == "float32":
+        f = dataclasses.replace(f, dtype="float16")
     stored = types.float32 if f.dtype == "float32" else types.uint16
     A, F = (types.Array(t, 4, "C") for t in (stored, types.float32))
     L, R, i = types.Array(types.float32, 3, "C"), masks.rule_types(f), types.int64
     back = name in BACKWARD
     row = launch.BACKWARD[BACKWARD[name]] if back else launch.KERNELS[FORWARD[name]]
-    tile = tile_for(*launch.default_tiles(row, d, ROOM), d, results=row.results)
+    tile = row.tile(*launch.default_tiles(row, d, ROOM), d, results=row.results)
     rows, partial = gpu.ROW_THREADS, dataclasses.replace(f, output="float32")
     make, signature = {
         "flash2": (lambda: flash2.flash_attention_2(tile, f), (A, A, A, A, L, i, *R)),
@@ -65,6 +76,11 @@ def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, Ti
         "split": (lambda: flash2.flash_attention_2(tile, partial), (A, A, A, F, L, i, *R)),
         "merge": (lambda: split_kv.merge(8, rows, f.dtype), (F, L, A, L)),
         "load_only flash2": (lambda: load_only.load_only_2(tile, f), (A, A, A, A, L, i, *R)),
+        "ampere": (lambda: ampere.flash_attention_2(tile, f), (A, A, A, A, L, *R)),
+        "ampere_backward": (
+            lambda: ampere_backward.flash_attention_2_backward(tile, f),
+            (A, A, A, A, L, L, F, A, A, *R),
+        ),
         "load_only flash1": (lambda: load_only.load_only_1(tile, f), (A, A, A, F, L, L, *R)),
         "D": (lambda: flash2_backward.row_dots(32, d, rows, f.dtype), (A, A, L)),
         "flash2_backward": (
@@ -92,8 +108,19 @@ def report(name: str, d: int, arch: str, **features: Any) -> dict[str, int]:
     return {"threads": threads, **gpu.compiled(function, signature, arch)}
 
 
+def hopper_report(
+    Br: int, Bc: int, d: int, ping_pong: bool = False, **features: Any
+) -> dict[str, int]:
+    """The same, and warnings, of the kernel for warpgroups on sm_90a; see gpu.linked."""
+    tile, f = WarpgroupTile(Br, Bc, d, ping_pong=ping_pong), masks.Features(**features)
+    function = hopper.flash_attention_3(tile, f)
+    return {"threads": tile.threads, **gpu.linked(function, hopper.signature(f), "sm_90a")}
+
+
 if __name__ == "__main__":
     for width in (64, 128, 256):
-        for kernel_name in NAMES:
+        for kernel_name in NAMES if width < 256 else [n for n in NAMES if n not in TENSOR_CORES]:
             for architecture in ("sm_80", "sm_90a"):
                 print(width, kernel_name, architecture, report(kernel_name, width, architecture))
+    for sizes in ((192, 128, 64), (128, 128, 128), (128, 112, 192), (128, 80, 256)):
+        print(sizes, "hopper", "sm_90a", hopper_report(*sizes, dtype="float16", band=True))

@@ -7,6 +7,7 @@ out.output, out.lse
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,8 @@ from .. import checks
 from ..checks import bad, bad_type
 from ..masks import band
 from . import (
+    ampere,
+    ampere_backward,
     arrays,
     flash1,
     flash1_backward,
@@ -25,12 +28,15 @@ from . import (
     flash2_two_kernels,
     gpu,
     gradients,
+    hopper,
     split_kv,
     standard,
 )
 from .arrays import Operand
 from .masks import LOG2E, Features
 from .tiles import Tile, loads_under_way, tile_for
+from .warp_tiles import WarpTile, warp_tile_for
+from .warpgroup_tiles import WarpgroupTile, warpgroup_tile_for
 
 WIDEST = 256
 ROWS = 32  # that a block has of what is done row by row
@@ -61,7 +67,7 @@ class Plan:
     Attributes
     ----------
     algorithm : str
-    tile : Tile
+    tile : Tile or WarpTile
     steps : list of Step
         What `launch` does, in order, on `stream` (its address).
     parts : int
@@ -69,7 +75,7 @@ class Plan:
     """
 
     algorithm: str
-    tile: Tile
+    tile: Any
     stream: int
     parts: int = 1
     steps: list[Step] = field(default_factory=list)
@@ -123,6 +129,7 @@ class Problem:
     d: int
     features: Features
     rules: tuple[Any, ...]  # the arguments that all kernels share
+    scale: float
     stream: int
 
     def make(self, plan: Plan, name: str, rest: tuple[int, ...], dtype: str, parts: int = 1) -> Any:
@@ -143,7 +150,8 @@ def attention(q: Any, k: Any, v: Any, **what: Any) -> KernelAttention:
         `__cuda_array_interface__` (torch, CuPy, Numba), used where it is and on the library's
         current stream, or NumPy, copied there and back. V is as wide as K.
     algorithm : str
-        A name in `KERNELS`.
+        A name in `KERNELS`. One that does not cover the call leaves it to "flash2", and the result
+        says so.
     is_causal, causal_align, window, attn_mask, key_padding_mask, scale, dropout_p, seed, enable_gqa
         As in `flashsim.attention`; the masks may be arrays of the same libraries.
     block_mask : bool array (Tr, Tc), optional
@@ -217,8 +225,6 @@ def plan_backward(
     row = BACKWARD[checks.choice("algorithm", algorithm, BACKWARD)]
     _check_layout(algorithm, what.get("block_mask"), tiles)
     p = checked(q, k, v, tiles=tiles, **what)
-    Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, p.d, gpu.shared_memory_bytes()))
-    made = Plan(algorithm, tile_for(Br, Bc, p.d, threads, row.results), p.stream)
     seen = []
     for name, array in (("output", output), ("lse", lse), ("do", do)):
         x = arrays.operand(name, array)
@@ -235,6 +241,11 @@ def plan_backward(
             x = replace(x, shape=(*x.shape, 1), strides=(*x.strides, item))
         shape, strides = arrays.flattened(x)
         seen.append(x.seen_as(*((shape[:3], strides[:3]) if name == "lse" else (shape, strides))))
+    if not row.covers(p, x):
+        algorithm, row, threads = "flash2", BACKWARD["flash2"], None
+        tiles = tiles if p.features.layout else None
+    Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, p.d, gpu.shared_memory_bytes()))
+    made = Plan(algorithm, row.tile(Br, Bc, p.d, threads, row.results), p.stream)
     row.build(p, made, *seen)
     for step in made.steps:
         _fits(step, made, row)
@@ -249,14 +260,22 @@ def plan(
     algorithm: str = "flash2",
     tiles: tuple[int, int] | None = None,
     threads: tuple[int, int] | None = None,
+    tile: Any = None,
     **what: Any,
 ) -> Plan:
-    """The launches that `attention` would do, to be timed or counted; arguments as there."""
+    """The launches that `attention` would do, to be timed or counted; arguments as there.
+
+    tile: what `tiles` and `threads` say, and what they cannot, as the kernel takes it.
+    """
     row = KERNELS[checks.choice("algorithm", algorithm, KERNELS)]
     _check_layout(algorithm, what.get("block_mask"), tiles)
     problem = checked(q, k, v, tiles=tiles, **what)
+    if not row.covers(problem):
+        algorithm, row, threads = "flash2", KERNELS["flash2"], None
+        tiles = tiles if problem.features.layout else None
     Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, problem.d, gpu.shared_memory_bytes()))
-    made = Plan(algorithm, tile_for(Br, Bc, problem.d, threads), problem.stream)
+    tile = tile or row.tile(Br, Bc, problem.d, threads)
+    made = Plan(algorithm, tile, problem.stream)
     row.build(problem, made)
     for step in made.steps:
         _fits(step, made, row)
@@ -357,22 +376,98 @@ def _split_kv(p: Problem, made: Plan) -> None:
     tile = made.tile
     rows = -(-p.Nq // tile.Br) * p.heads * p.batch
     filling = 8 * gpu.multiprocessors()  # blocks that keep every multiprocessor busy
-    parts = min(-(-p.Nk // tile.Bc), -(-filling // max(1, rows)))
-    span = -(-p.Nk // (tile.Bc * max(1, parts))) * tile.Bc
-    parts = max(1, -(-p.Nk // span) if span else 1)
+    made.parts, span = _parts(p.Nk, tile.Bc, -(-filling // max(1, rows)))
     O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
     L = p.make(made, "L", (p.Nq,), "float32")
-    O_parts = p.make(made, "O_parts", (p.Nq, p.d), "float32", parts)
-    L_parts = p.make(made, "L_parts", (p.Nq,), "float32", parts)
+    O_parts = p.make(made, "O_parts", (p.Nq, p.d), "float32", made.parts)
+    L_parts = p.make(made, "L_parts", (p.Nq,), "float32", made.parts)
     function = flash2.flash_attention_2(tile, replace(p.features, output="float32"))
     args = (p.Q, p.K, p.V, O_parts, L_parts, np.int64(span), *p.rules)
-    shared = flash2.arrangement(tile)["bytes"]
-    made.parts, waits = parts, under_way(tile.Bc, tile, p)
-    made.add("split", function, rows * parts, tile.threads, shared, args, waits)
-    function = split_kv.merge(parts, gpu.ROW_THREADS, p.q.dtype)
-    args = (O_parts, L_parts, O, L)
-    rows = p.Nq * p.heads * p.batch
-    made.add("merge", function, rows, gpu.ROW_THREADS, 4 * parts, args)
+    shared, waits = flash2.arrangement(tile)["bytes"], under_way(tile.Bc, tile, p)
+    made.add("split", function, rows * made.parts, tile.threads, shared, args, waits)
+    _merge(p, made, O_parts, L_parts, O, L)
+
+
+def _ampere(p: Problem, made: Plan) -> None:
+    tile = made.tile
+    O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
+    L = p.make(made, "L", (p.Nq,), "float32")
+    grid = -(-p.Nq // tile.Br) * p.heads * p.batch
+    function = ampere.flash_attention_2(tile, p.features)
+    shared = ampere.arrangement(tile)["bytes"]
+    args, waits = (p.Q, p.K, p.V, O, L, *p.rules), (tile.Bc * tile.d // 8 // tile.threads, 16)
+    made.add("ampere", function, grid, tile.threads, shared, args, waits, -(-p.Nq // tile.Br))
+
+
+def _hopper(p: Problem, made: Plan) -> None:
+    tile = made.tile
+    O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
+    L = p.make(made, "L", (p.Nq,), "float32")
+    args = hopper.arguments(p, tile, p.features, p.Q, O, L, p.group, p.Nk)
+    function = hopper.flash_attention_3(tile, p.features)
+    Tr, waits = -(-p.Nq // tile.Br), (2 * tile.stages * tile.KV_bytes // tile.threads // 16, 16)
+    made.add("hopper", function, Tr * p.heads * p.batch, tile.threads, tile.bytes, args, waits, Tr)
+
+
+def _hopper_split(p: Problem, made: Plan) -> None:
+    """One query a head: the heads of a group are the rows of a tile, so K and V are read once."""
+    tile, key_heads, f = made.tile, p.heads // p.group, replace(p.features, output="float32")
+    O = p.make(made, "O", (1, p.d), p.q.dtype)
+    L = p.make(made, "L", (1,), "float32")
+    loading = 2 * gpu.multiprocessors()  # blocks
+    made.parts, span = _parts(p.Nk, tile.Bc, loading // max(1, p.batch * key_heads))
+    O_parts = p.make(made, "O_parts", (1, p.d), "float32", made.parts)
+    L_parts = p.make(made, "L_parts", (1,), "float32", made.parts)
+    by_batch, by_head, _, item = arrays.flattened(p.q)[1]
+    rows = (key_heads, p.group, p.d)
+    Q = p.q.seen_as((p.batch, *rows), (by_batch, p.group * by_head, by_head, item))
+    each = made.parts * p.batch
+    partial = O_parts.reshape(each, *rows), L_parts.reshape(each, *rows[:2])
+    args = hopper.arguments(p, tile, f, Q, *partial, 1, span)
+    grid = -(-p.group // tile.Br) * key_heads * p.batch * made.parts
+    waits = 2 * tile.stages * tile.KV_bytes // tile.threads // 16, 16
+    function = hopper.flash_attention_3(tile, f)
+    made.add("split", function, grid, tile.threads, tile.bytes, args, waits)
+    _merge(p, made, O_parts, L_parts, O, L)
+
+
+def _parts(Nk: int, Bc: int, wanted: int) -> tuple[int, int]:
+    """In how many parts the keys are walked, of whole tiles, and the keys of a part."""
+    span = -(-Nk // (Bc * max(1, min(-(-Nk // Bc), wanted)))) * Bc
+    return max(1, -(-Nk // span) if span else 1), span
+
+
+def _merge(p: Problem, made: Plan, O_parts: Any, L_parts: Any, O: Any, L: Any) -> None:
+    function = split_kv.merge(made.parts, gpu.ROW_THREADS, p.q.dtype)
+    args, rows = (O_parts, L_parts, O, L), p.Nq * p.heads * p.batch
+    made.add("merge", function, rows, gpu.ROW_THREADS, 4 * made.parts, args)
+
+
+def _tensor_cores(p: Problem, *others: Operand) -> bool:
+    """Whether the kernels for tensor cores cover a problem, and the GPU has what they need.
+
+    others: what a backward pass loads besides q, k and v.
+    """
+    return gpu.compute_capability() >= (8, 0) and p.d in (64, 128) and _sixteen_bits(p, *others)
+
+
+def _warpgroups(p: Problem) -> bool:
+    """The same of the kernel for warpgroups, which takes any width that the copy engine does."""
+    return gpu.compute_capability() == (9, 0) and p.d % 8 == 0 and _sixteen_bits(p)
+
+
+def _one_query(p: Problem) -> bool:
+    return _warpgroups(p) and p.Nq == 1 and not p.features.band
+
+
+def _sixteen_bits(p: Problem, *others: Operand) -> bool:
+    f = p.features
+    return (
+        f.dtype in ("float16", "bfloat16")
+        and not (f.keys or f.layout or f.mask or f.dropout)
+        and float(p.scale) > 0
+        and all(x.rows_aligned(16) for x in (p.q, p.k, p.v, *others))
+    )
 
 
 def _gradients(p: Problem, made: Plan, wide: str = "") -> tuple[Any, Any, Any]:
@@ -437,6 +532,20 @@ def _flash2_backward(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
     _round_dQ(p, made, dQ)
 
 
+def _ampere_backward(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
+    tile, threads = made.tile, gpu.ROW_THREADS
+    dQ, dK, dV = _gradients(p, made, _wide(p))
+    made.add("zeros", gradients.zeros(ROWS, p.d, threads), _row_blocks(p), threads, 0, (dQ,))
+    D = _row_dots(p, made, O, dO)
+    function = ampere_backward.flash_attention_2_backward(tile, p.features)
+    shared = ampere_backward.arrangement(tile)["bytes"]
+    args = (p.Q, p.K, p.V, dO, L, D, dQ, dK, dV, *p.rules)
+    Tc, waits = -(-p.Nk // tile.Br), (2 * tile.Bc * tile.d // 8 // tile.threads, 16)
+    grid = Tc * (p.heads // p.group) * p.batch
+    made.add("ampere_backward", function, grid, tile.threads, shared, args, waits, Tc)
+    _round_dQ(p, made, dQ)
+
+
 def _two_kernels(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
     tile = made.tile
     dQ, dK, dV = _gradients(p, made)
@@ -458,18 +567,24 @@ def _two_kernels(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
 class Row:
     """A row of a registry: what launches a kernel, its default tiles, largest first, and its room.
 
-    room(tile): bytes of shared memory; results: as in tile_for.
+    room(tile): bytes of shared memory; results: as in tile_for; tile: makes a tile of its sizes;
+    covers(problem, do): whether it can; do: in a backward pass.
     """
 
     title: str
     build: Callable[..., None]
     tiles: tuple[tuple[int, int], ...]
-    room: Callable[[Tile], int]
+    room: Callable[[Any], int]
     results: int = 1
+    tile: Callable[..., Any] = tile_for
+    covers: Callable[..., bool] = lambda *problem: True
 
     def shared_bytes(self, Br: int, Bc: int, d: int) -> int:
-        """Bytes of shared memory that a block takes with tiles of this size."""
-        return self.room(tile_for(Br, Bc, d, results=self.results))
+        """Bytes of shared memory that a block takes; too many if it takes no such tiles."""
+        try:
+            return self.room(self.tile(Br, Bc, d, results=self.results))
+        except ValueError:
+            return sys.maxsize
 
 
 def _standard_room(tile: Tile) -> int:
@@ -501,6 +616,19 @@ def _two_kernels_room(tile: Tile) -> int:
     )
 
 
+def _ampere_room(tile: WarpTile) -> int:
+    return ampere.arrangement(tile)["bytes"]
+
+
+def _ampere_backward_room(tile: WarpTile) -> int:
+    return ampere_backward.arrangement(tile)["bytes"]
+
+
+def _hopper_room(tile: WarpgroupTile) -> int:
+    """Of a tile that needs more registers than there are, more than any GPU has."""
+    return tile.bytes if tile.held <= tile.registers[1] else sys.maxsize
+
+
 _SQUARES = ((64, 64), (32, 32), (16, 16))
 KERNELS = {
     "standard": Row(
@@ -513,6 +641,30 @@ KERNELS = {
     ),
     "split_kv": Row(
         "FlashAttention-2 with the keys shared out", _split_kv, ((4, 32), (4, 16)), _flash2_room
+    ),
+    "ampere": Row(
+        "FlashAttention-2 on tensor cores",
+        _ampere,
+        ((128, 64), (128, 32)),
+        _ampere_room,
+        tile=warp_tile_for,
+        covers=_tensor_cores,
+    ),
+    "hopper": Row(
+        "FlashAttention-3 by warpgroups",
+        _hopper,
+        ((192, 128), (128, 128), (128, 112), (128, 80)),
+        _hopper_room,
+        tile=warpgroup_tile_for,
+        covers=_warpgroups,
+    ),
+    "hopper_split_kv": Row(
+        "the same with the keys shared out, for one query a head",
+        _hopper_split,
+        ((64, 128), (64, 64)),
+        _hopper_room,
+        tile=warpgroup_tile_for,
+        covers=_one_query,
     ),
 }
 BACKWARD = {
@@ -529,6 +681,14 @@ BACKWARD = {
     ),
     "flash2-two-kernel": Row(
         "FlashAttention-2's, dK and dV, then dQ", _two_kernels, _SQUARES, _two_kernels_room, 2
+    ),
+    "ampere": Row(
+        "FlashAttention-2's on tensor cores, dQ by atomics",
+        _ampere_backward,
+        ((64, 128), (64, 64)),
+        _ampere_backward_room,
+        tile=ampere_backward.tile_for,
+        covers=_tensor_cores,
     ),
 }
 
@@ -614,7 +774,7 @@ def checked(
         given[0].seen_as(Qs, Qt),
         given[1].seen_as(Ks, Kt),
         given[2].seen_as(Vs, Vt),
-        lead, batch, heads, heads // shared if shared else 1, Nq, Nk, d, features, rules,
+        lead, batch, heads, heads // shared if shared else 1, Nq, Nk, d, features, rules, scale,
         arrays.current_stream(first) if stream is None else stream,
     )  # fmt: skip
 

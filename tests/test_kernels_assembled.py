@@ -13,7 +13,8 @@ pytest.importorskip("cuda.core", reason="the assembler comes with numba-cuda[cu1
 
 NAMES = (
     "flash2", "flash1", "scores", "softmax", "values", "split", "merge", "D", "flash2_backward",
-    "dKdV", "dQ", "flash1_backward", "load_only flash2", "load_only flash1",
+    "dKdV", "dQ", "flash1_backward", "load_only flash2", "load_only flash1", "ampere",
+    "ampere_backward",
 )  # fmt: skip
 
 

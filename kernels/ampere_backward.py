@@ -1,0 +1,220 @@
+"""FlashAttention-2's backward pass on tensor cores: a block for each key tile, dQ by atomics.
+
+Scores have keys as rows: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that P and dS are already where `mma` wants
+them on the left in dV += Pᵀ dO and dK += dSᵀ Q. For dQ += dS K they go through shared memory. All
+that enters a product is 16-bit; sums are float32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from . import warp_tiles
+from .gpu import cuda, device, float32, int32, kernel, types, uint32
+from .masks import LOG2E, Features
+from .ptx import warp
+from .warp_tiles import WarpTile, edges
+
+
+def tile_for(
+    Br: int, Bc: int, d: int, threads: tuple[int, int] | None = None, results: int = 1
+) -> WarpTile:
+    """The tile of Br queries and Bc keys, keys as rows; Br is a multiple of 64."""
+    if Br % 64:
+        raise ValueError(f"tiles={(Br, Bc)!r}: expected Br a multiple of 64")
+    return warp_tiles.warp_tile_for(Bc, Br, d, threads or (Bc // 16, 32), results)
+
+
+def arrangement(tile: WarpTile) -> dict[str, int]:
+    """Where in shared memory the tiles lie, in 16-bit elements, and how many bytes that takes.
+
+    Of Q, dO, L and D there are two: one is worked on while the next arrives. L and D are float32.
+    """
+    keys, queries, scores = tile.Br * tile.d, tile.Bc * tile.d, tile.Br * tile.Bc
+    at, place = {}, 0
+    for name, size in (
+        ("Kj", keys), ("Vj", keys), ("Qi", 2 * queries), ("dOi", 2 * queries), ("dS", scores),
+        ("Li", 4 * tile.Bc), ("Di", 4 * tile.Bc),
+    ):  # fmt: skip
+        at[name], place = place, place + size
+    return at | {"bytes": 2 * place}
+
+
+@cache
+def load_queries(tile: WarpTile) -> Any:
+    """load_queries(Q, dO, L, D, b, h, i0, sm, floats, stage, tid): start to copy a tile of each.
+
+    See `arrangement`; stage: to which of the two, 0 or 1. What lies beyond the queries becomes 0,
+    and so do its dS, and its part of dV and dK.
+    """
+    Bq, at = tile.Bc, arrangement(tile)
+    sQ, sdO, sL, sD, size = at["Qi"], at["dOi"], at["Li"] // 2, at["Di"] // 2, tile.Bc * tile.d
+    load = warp_tiles.stage(Bq, tile.d, tile.threads)
+
+    @device
+    def start_copies(Q, dO, L, D, b, h, i0, sm, floats, stage, tid):
+        Nq = Q.shape[2]
+        load(Q[b, h], i0, Nq, sm, uint32(sQ + stage * size), tid)
+        load(dO[b, h], i0, Nq, sm, uint32(sdO + stage * size), tid)
+        if tid < Bq:
+            i, at_r = i0 + tid, uint32(stage * Bq + tid)
+            count = 4 if i < Nq else 0
+            warp.cp_async_word(floats, uint32(sL + at_r), L[b], h, i, count)
+            warp.cp_async_word(floats, uint32(sD + at_r), D[b], h, i, count)
+
+    return start_copies
+
+
+@cache
+def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
+    """Algorithm 2 of Dao 2023 (arXiv:2307.08691), a block for each turn of its outer loop.
+
+    Q, dO (batch, heads, Nq, d), K, V (batch, key heads, Nk, d), 16-bit; L, D (batch, heads, Nq);
+    writes dK, dV like K, and adds to dQ (batch, heads, Nq, d) in float32, in an order that is left
+    open. `tile` has keys as rows. The query heads that share a key head come one after the other,
+    while K_j and V_j stay.
+    """
+    Bk, Bq, d, threads, rows = tile.Br, tile.Bc, tile.d, tile.threads, tile.rows
+    at = arrangement(tile)
+    sK, sV, sQ, sdO, sdS = at["Kj"], at["Vj"], at["Qi"], at["dOi"], at["dS"]
+    sL, sD, stage_size = at["Li"] // 2, at["Di"] // 2, Bq * d
+    groups = min(tile.warps, Bq // 16)  # of warps that have other rows of dQ_i
+    q_rows, q_columns = Bq // groups, d * groups // tile.warps
+    W = 64 if d == 64 else 32  # queries at a time: for more scores there is no room in registers
+    R2, C, QR2, QC = rows // 8, W // 8, q_rows // 8, q_columns // 8
+    NA, NS, NG, NQ = rows // 4, rows * W // 32, rows * d // 32, q_rows * q_columns // 32
+    banded, log2e, ln2 = f.band, LOG2E, 1 / LOG2E
+    load_KV, load_QdO = warp_tiles.stage(Bk, d, threads), load_queries(tile)
+    product = warp_tiles.rows_by_rows(rows, W, d, f.dtype)
+    accumulate = warp_tiles.rows_by_columns(rows, W, d, f.dtype)
+    dSK = warp_tiles.columns_by_columns(q_rows, q_columns, Bk, Bq, d, f.dtype)
+    dS_finite_K = warp_tiles.columns_by_finite(q_rows, q_columns, Bk, Bq, d, f.dtype)
+    put_dS, put = warp_tiles.put(rows, W, Bq, f.dtype), warp_tiles.put(rows, d, d, f.dtype)
+    bad_keys = warp_tiles.not_finite(Bk, d, threads, f.dtype)
+    bad_queries = warp_tiles.not_finite(Bq, d, threads, f.dtype)
+    clear = warp_tiles.clear_not_finite(W, d, threads, f.dtype)
+    add_not_finite = warp_tiles.add_not_finite(rows, W, d, f.dtype)
+    store = warp_tiles.unstage(Bk, d, threads)
+    commit, wait_for_all = warp.cp_async_commit, warp.cp_async_wait(0)
+    exp2, red_add = warp.exp2, warp.red_add
+
+    @kernel(threads)
+    def ampere_backward(
+        Q, K, V, dO, L, D, dQ, dK, dV,
+        keys, mask, layout, lo, hi, scale, group, seed, threshold, factor,
+    ):  # fmt: skip
+        sm = cuda.shared.array(0, types.uint16)
+        floats = cuda.shared.array(0, float32)  # the same memory
+        tid = uint32(cuda.threadIdx.x)
+        lane, w = uint32(tid & 31), uint32(tid >> 5)
+        g, t, first = uint32(lane >> 2), uint32(lane & 3), uint32(rows * w)
+        q_first, q_column = uint32(q_rows * (w % groups)), uint32(q_columns * (w // groups))
+        H, Nq, Nk = K.shape[1], Q.shape[2], K.shape[2]
+        Tc, block = uint32((Nk + Bk - 1) // Bk), uint32(cuda.blockIdx.x)
+        j0 = int32(block % Tc * Bk)  # line 5; causal: the longest columns first
+        kh, b = int32(block // Tc % uint32(H)), int32(block // Tc // uint32(H))
+        A = cuda.local.array(NA, uint32)
+        Pji = cuda.local.array(NS, float32)
+        dSji = cuda.local.array(NS, float32)
+        dKj = cuda.local.array(NG, float32)
+        dVj = cuda.local.array(NG, float32)
+        dQi = cuda.local.array(NQ, float32)
+        for n in range(NG):  # line 7
+            dKj[n] = float32(0)
+            dVj[n] = float32(0)
+        i_first, i_stop = int32(0), int32(Nq)
+        if banded:
+            i_stop = int32(min(Nq, min(j0 + Bk, Nk) - lo))
+            i_first = int32(max(0, j0 - hi) // Bq * Bq if j0 - hi < i_stop else i_stop)
+        turns = int32(group * ((i_stop - i_first + Bq - 1) // Bq) if i_first < i_stop else 0)
+
+        load_KV(K[b, kh], j0, Nk, sm, sK, tid)  # line 6: load K_j, V_j
+        load_KV(V[b, kh], j0, Nk, sm, sV, tid)
+        h, i0 = int32(kh * group), i_first
+        if turns > 0:
+            load_QdO(Q, dO, L, D, b, h, i0, sm, floats, uint32(0), tid)
+        commit()
+        bad_K = False
+        if banded:
+            wait_for_all()
+            bad_K = cuda.syncthreads_or(1 if bad_keys(sm, sK, tid) else 0) != 0
+
+        for turn in range(turns):  # line 8, head by head
+            stage = uint32(turn & 1)
+            Qi, dOi = uint32(sQ + stage * stage_size), uint32(sdO + stage * stage_size)
+            Li, Di = uint32(sL + stage * Bq), uint32(sD + stage * Bq)
+            low, high, end = edges(i0, j0, Nk, lo, hi)
+            whole = end >= Bk and (not banded or (low <= 1 - Bq and high >= Bk - 1))
+            wait_for_all()  # Q_i, dO_i, L_i and D_i are there
+            bad = False
+            if banded and not whole:
+                found = bad_queries(sm, Qi, tid) or bad_queries(sm, dOi, tid)
+                bad = cuda.syncthreads_or(1 if found else 0) != 0
+            else:
+                cuda.syncthreads()
+            head, top = h, i0
+            i0 = int32(i0 + Bq)
+            if i0 >= i_stop:
+                h, i0 = int32(h + 1), i_first
+            if turn + 1 < turns:  # line 9: load the next
+                load_QdO(Q, dO, L, D, b, h, i0, sm, floats, uint32(stage ^ 1), tid)
+            commit()
+
+            for q0 in range(0, Bq, W):
+                Qw, dOw = uint32(Qi + q0 * d), uint32(dOi + q0 * d)
+                for n in range(NS):
+                    Pji[n] = float32(0)
+                    dSji[n] = float32(0)
+                product(sm, sK, first, Qw, A, Pji, lane)  # line 10: S = QKᵀ
+                product(sm, sV, first, dOw, A, dSji, lane)  # line 13: dP = dO Vᵀ
+                for n in range(C):
+                    for u in range(2):
+                        query = uint32(q0 + 8 * n + 2 * t + u)
+                        lse, D_i = floats[Li + query] * float32(log2e), floats[Di + query]
+                        for r in range(R2):
+                            e = 4 * (r // 2 * C + n) + 2 * (r % 2) + u
+                            p = exp2(Pji[e] * scale - lse)  # line 11
+                            ds = p * (dSji[e] - D_i)  # line 14
+                            if not whole:
+                                key = int32(first + 8 * r + g)
+                                apart = key - int32(query)
+                                if key >= end or (banded and (apart < low or apart > high)):
+                                    p, ds = float32(0), float32(0)
+                            Pji[e], dSji[e] = p, ds
+                if banded and bad:  # a masked weight takes nothing from dO and Q
+                    add_not_finite(sm, dOw, dVj, lane, first, -high - q0, -low - q0)
+                    cuda.syncthreads()
+                    clear(sm, dOw, tid)
+                    clear(sm, Qw, tid)
+                    cuda.syncthreads()
+                accumulate(sm, Pji, dOw, dVj, lane)  # line 12: dV += Pᵀ dO
+                accumulate(sm, dSji, Qw, dKj, lane)  # line 16: dK += dSᵀ Q
+                put_dS(sm, sdS, first, q0, dSji, lane)
+            cuda.syncthreads()
+            for n in range(NQ):
+                dQi[n] = float32(0)
+            if banded and bad_K and not whole:  # nor from K; where it is seen, dS is NaN by itself
+                dS_finite_K(sm, sdS, sK, q_first, q_column, dQi, lane)
+            else:
+                dSK(sm, sdS, sK, q_first, q_column, dQi, lane)  # line 15: dQ += dS K
+            for r in range(QR2):
+                row = top + q_first + 8 * r + g
+                if row < Nq:
+                    for n in range(QC):
+                        for u in range(2):
+                            e = 4 * (r // 2 * QC + n) + 2 * (r % 2) + u
+                            column = q_column + 8 * n + 2 * t + u
+                            red_add(dQ[b, head], row, column, dQi[e] * (scale * float32(ln2)))
+
+        for n in range(NG):
+            dKj[n] *= scale * float32(ln2)
+        wait_for_all()  # there may have been no turn
+        cuda.syncthreads()
+        put(sm, sK, first, 0, dKj, lane)
+        put(sm, sV, first, 0, dVj, lane)
+        cuda.syncthreads()
+        store(dK[b, kh], j0, Nk, sm, sK, tid)  # line 18
+        store(dV[b, kh], j0, Nk, sm, sV, tid)
+
+    return ampere_backward

@@ -1,0 +1,385 @@
+"""What warpgroups of compute capability 9.0 do with 16-bit tiles: load, multiply, softmax, store.
+
+A tile in shared memory is made of panels, 64 columns each: a row of a panel is 128 bytes, swizzled,
+as `tma_load` leaves it and as `wgmma` takes it. A warpgroup has 64 rows of a product, in the layout
+of `ptx.wgmma.accumulator`: with lane = 4 g + t, a thread of warp w has columns 8 n + 2 t and the
+next of row 16 w + g in registers 4 n and 4 n + 1, and of row 16 w + g + 8 in the two after these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+
+from .gpu import cuda, device, float32, int32, uint32, uint64, widen
+from .ptx.mbarrier import mbarrier_expect_tx
+from .ptx.tma import tma_load
+from .ptx.warp import add_nothing, exp2, load_words, pack, store_pair, store_two
+from .ptx.wgmma import (
+    PANEL,
+    ROW_BYTES,
+    pin,
+    wgmma_commit_group,
+    wgmma_fence,
+    wgmma_registers,
+    wgmma_shared,
+)
+from .warp_tiles import EXPONENT, row_max
+
+WARPGROUP = 128  # threads
+ROWS = 64  # of queries, that a warpgroup has
+ALIGNED = 1024  # bytes: where a tile may begin
+
+
+@dataclass(frozen=True)
+class WarpgroupTile:
+    """The sizes of a block: Br queries, 64 for each consumer; key tiles of Bc; all of d columns.
+
+    Attributes
+    ----------
+    Br, Bc, d : int
+        Br is 64, 128 or 192; Bc a multiple of 16, d of 64, both at most 256.
+    stages : int
+        Places for a tile of K, and as many for one of V.
+    ping_pong : bool
+        Whether the consumers take turns to ask for products.
+    """
+
+    Br: int
+    Bc: int
+    d: int
+    stages: int = 2
+    ping_pong: bool = False
+
+    def __post_init__(self) -> None:
+        if self.Br not in (64, 128, 192) or self.Bc % 16 or not 16 <= self.Bc <= 256:
+            raise ValueError(
+                f"tiles={(self.Br, self.Bc)!r}: expected 64, 128 or 192 queries, and a multiple of "
+                "16 keys, at most 256"
+            )
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.Br // ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: one warpgroup more, the producer."""
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the producer, and of a consumer: 512 in all, a multiprocessor has no more.
+
+        They begin with equal shares. One consumer alone has as many as a thread can have.
+        """
+        return {1: (256, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+
+    @property
+    def held(self) -> int:
+        """Registers that a consumer's thread needs: for S, P and O, and what goes with them."""
+        return self.Bc // 2 + self.Bc // 4 + self.d // 2 + 32
+
+    @property
+    def Q_bytes(self) -> int:
+        """Bytes of a tile of queries."""
+        return 2 * self.Br * self.d
+
+    @property
+    def KV_bytes(self) -> int:
+        """Bytes of a tile of keys or of values."""
+        return 2 * self.Bc * self.d
+
+    @property
+    def mbarriers(self) -> int:
+        """One for Q, and for K and V a full and an empty one of each stage."""
+        return 1 + 4 * self.stages
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of shared memory: tiles, mbarriers, and what it takes to begin where a tile may."""
+        return ALIGNED + self.Q_bytes + 2 * self.stages * self.KV_bytes + 8 * self.mbarriers
+
+
+def warpgroup_tile_for(
+    Br: int, Bc: int, d: int, threads: tuple[int, int] | None = None, results: int = 1
+) -> WarpgroupTile:
+    """The tile of a width that is rounded up to whole panels; `threads` and `results` are given."""
+    return WarpgroupTile(Br, Bc, -(-d // PANEL) * PANEL)
+
+
+@cache
+def load(rows: int, d: int) -> Any:
+    """load(to, A, row, head, batch, barrier): start to copy a tile of A on chip.
+
+    A (batch, heads, N, d) is a tensor map of boxes of `rows` x 64. The mbarrier gets an arrival,
+    and waits for the bytes.
+    """
+    panel, size = ROW_BYTES * rows, 2 * rows * d
+
+    @device
+    def load_tile(to, A, row, head, batch, barrier):
+        mbarrier_expect_tx(barrier, uint32(size))
+        for n in range(d // PANEL):
+            tma_load(uint32(to + uint32(n * panel)), A, PANEL * n, row, head, batch, barrier)
+
+    return load_tile
+
+
+@cache
+def rows_by_rows(rows: int, columns: int, d: int, dtype: str) -> Any:
+    """rows_by_rows(S, a, b): start S = A Bᵀ for A (64, d) and B (columns, d) on chip, a group.
+
+    a, b: descriptors; A's rows are of a tile with so many `rows`. S (64, columns) is in registers.
+    """
+    A_panel, B_panel = ROW_BYTES * rows // 16, ROW_BYTES * columns // 16  # as descriptors count
+    wgmma, hold = wgmma_shared(columns, dtype), pin(columns // 2)
+
+    @device
+    def start_product(S, a, b):
+        hold(S, 0)
+        wgmma_fence()
+        for n in range(d // 16):
+            panel, inside = n // 4, n % 4 * 2
+            at_A, at_B = uint64(panel * A_panel + inside), uint64(panel * B_panel + inside)
+            wgmma(S, 0, a + at_A, b + at_B, 0 if n == 0 else 1)
+        wgmma_commit_group()
+
+    return start_product
+
+
+@cache
+def rows_by_columns(columns: int, d: int, dtype: str) -> Any:
+    """rows_by_columns(O, P, b): start O += P B for P (64, columns) and B (columns, d), a group.
+
+    O (64, d) and P are in registers; b is the descriptor of B, with the bytes of a panel.
+    """
+    wgmma, hold, sixteen_rows = wgmma_registers(d, dtype), pin(d // 2), 16 * ROW_BYTES // 16
+
+    @device
+    def start_product(O, P, b):
+        hold(O, 0)
+        wgmma_fence()
+        for n in range(columns // 16):
+            wgmma(O, 0, P, 4 * n, b + uint64(sixteen_rows * n), 1)
+        wgmma_commit_group()
+
+    return start_product
+
+
+@cache
+def partial(columns: int, banded: bool) -> Any:
+    """partial(i0, j0, Nk, lo, hi): whether of 64 rows from i0 on some score may not count."""
+
+    @device
+    def partial_tile(i0, j0, Nk, lo, hi):
+        some = j0 + columns > Nk
+        if banded:
+            some = some or j0 < i0 + ROWS - 1 + lo or j0 + columns - 1 > i0 + hi
+        return some
+
+    return partial_tile
+
+
+@cache
+def mask(columns: int, banded: bool) -> Any:
+    """mask(S, row, column, Nk, lo, hi): scores that do not count become -inf.
+
+    row and column are those of the thread's first score.
+    """
+
+    @device
+    def mask_scores(S, row, column, Nk, lo, hi):
+        for r in range(2):
+            i = int32(row + 8 * r - column)
+            first, last = int32(i + lo), int32(Nk - 1 - column)
+            if banded:
+                last = min(last, int32(i + hi))
+            for n in range(columns // 8):
+                for u in range(2):
+                    c = int32(8 * n + u)
+                    if c > last or (banded and c < first):
+                        S[4 * n + 2 * r + u] = -float32(float("inf"))
+
+    return mask_scores
+
+
+@cache
+def not_finite(rows: int, d: int, threads: int, dtype: str) -> Any:
+    """not_finite(sm, at, thread): 1 if there is inf or NaN in a thread's share of a tile, else 0.
+
+    0 times it is added up, of two elements at a time: that takes one instruction, and is NaN.
+    """
+    chunks, add = rows * d // 8, add_nothing(dtype)
+    turns = -(-chunks // threads)
+
+    @device
+    def look(sm, at, thread):
+        four = cuda.local.array(4, uint32)
+        total = uint32(0)
+        for n in range(turns):
+            chunk = uint32(thread + n * threads)
+            if chunk < chunks:
+                load_words(four, 0, sm, uint32(at + 8 * chunk))
+                for u in range(4):
+                    total = add(four[u], total)
+        return uint32(total != 0)
+
+    return look
+
+
+@cache
+def add_not_finite(rows: int, d: int, dtype: str) -> Any:
+    """add_not_finite(sm, at, O, first, last): O += inf and NaN of a tile, where they are seen.
+
+    Of the thread's two rows of O (64, d) the second sees eight keys further; the first sees rows
+    first to last of the tile. A product with a weight above 0 would add the same, but a product of
+    tiles also adds 0 times what is masked. Slow: only for a tile that holds such numbers.
+    """
+    exponent, to_float = EXPONENT[dtype], widen(dtype)
+
+    def panel(c: int) -> Any:
+        begin = c * ROW_BYTES * rows // 2
+
+        @device
+        def add_panel(sm, at, O, first, last):
+            t = uint32(uint32(cuda.threadIdx.x) % uint32(4))
+            k = uint32(0)
+            while k < rows:
+                for n in range(8):
+                    for u in range(2):
+                        chunk = begin + 64 * k + 8 * uint32(n ^ uint32(k % 8))
+                        x = sm[uint32(at + chunk + 2 * t + u)]
+                        if x & exponent == exponent:
+                            for r in range(2):
+                                seen = int32(k) - 8 * r
+                                if seen >= first and seen <= last:
+                                    O[4 * (8 * c + n) + 2 * r + u] += to_float(x)
+                k = uint32(k + 1)
+
+        return add_panel
+
+    def both(one: Any, other: Any) -> Any:
+        @device
+        def add_both(sm, at, O, first, last):
+            one(sm, at, O, first, last)
+            other(sm, at, O, first, last)
+
+        return add_both
+
+    return reduce(both, map(panel, range(d // PANEL)))  # one long loop would not be unrolled
+
+
+@cache
+def clear_not_finite(rows: int, d: int, threads: int, dtype: str) -> Any:
+    """clear_not_finite(sm, at, thread): inf and NaN in a thread's share of a tile become 0."""
+    exponent = EXPONENT[dtype]
+
+    @device
+    def clear(sm, at, thread):
+        for e in range(thread, rows * d, threads):
+            if sm[at + e] & exponent == exponent:
+                sm[at + e] = 0
+
+    return clear
+
+
+@cache
+def softmax(columns: int) -> Any:
+    """softmax(S, m, l, alpha, scale): S becomes exp(S - m_new), and alpha exp(m - m_new).
+
+    m (of scores before they are scaled), l and alpha are of the thread's two rows; l sums what the
+    thread has of a row, and the four threads that share one add up in the end. scale > 0 has a
+    factor of log2(e), so that exp2 will do.
+    """
+
+    @device
+    def softmax_scores(S, m, l, alpha, scale):
+        for r in range(2):
+            m_new = m[r]
+            for n in range(columns // 8):
+                m_new = max(m_new, max(S[4 * n + 2 * r], S[4 * n + 2 * r + 1]))
+            m_new = row_max(m_new)
+            shift = m_new * scale if m_new != -float32(float("inf")) else float32(0)
+            alpha[r] = exp2(cuda.fma(m[r], scale, -shift))
+            m[r] = m_new
+            total = float32(0)
+            for n in range(columns // 8):
+                e = 4 * n + 2 * r
+                S[e] = exp2(cuda.fma(S[e], scale, -shift))
+                S[e + 1] = exp2(cuda.fma(S[e + 1], scale, -shift))
+                total += S[e] + S[e + 1]
+            l[r] = l[r] * alpha[r] + total
+
+    return softmax_scores
+
+
+@cache
+def rounded(columns: int, dtype: str) -> Any:
+    """rounded(S, P): P = S in 16 bits. What a product leaves is laid out as what the next takes."""
+    two, count = pack(dtype), columns // 4
+
+    @device
+    def round_scores(S, P):
+        for n in range(count):
+            P[n] = two(S[2 * n + 1], S[2 * n])
+
+    return round_scores
+
+
+@cache
+def rescale(d: int) -> Any:
+    """rescale(O, by): the thread's two rows of O (64, d) are multiplied by by[0] and by[1]."""
+    count = d // 2
+
+    @device
+    def rescale_rows(O, by):
+        for n in range(0, count, 4):
+            O[n] *= by[0]
+            O[n + 1] *= by[0]
+            O[n + 2] *= by[1]
+            O[n + 3] *= by[1]
+
+    return rescale_rows
+
+
+@cache
+def put(rows: int, d: int, dtype: str) -> Any:
+    """put(sm, at, O, within): O (64, d) goes to a tile with so many `rows` on chip, in 16 bits.
+
+    sm[at] is the first element of the 64 rows; `within` is the thread's first row. No two threads
+    of a warp meet in a bank.
+    """
+    two, panel = pack(dtype), ROW_BYTES * rows // 2
+
+    @device
+    def put_rows(sm, at, O, within):
+        g, t = uint32(within % 8), uint32(uint32(cuda.threadIdx.x) % uint32(4))
+        for n in range(d // 8):
+            chunk = uint32(at + n // 8 * panel + within * 64 + uint32((n % 8) ^ g) * 8 + 2 * t)
+            for r in range(2):
+                e = 4 * n + 2 * r
+                store_pair(sm, uint32(chunk + 512 * r), two(O[e + 1], O[e]))
+
+    return put_rows
+
+
+@cache
+def store_wide(d: int) -> Any:
+    """store_wide(A, O, row, N): O (64, d) becomes rows of A (N, at most d) in float32.
+
+    row: the thread's first. The four threads that share a row write whole sectors of 32 bytes.
+    """
+
+    @device
+    def store_rows(A, O, row, N):
+        t = uint32(uint32(cuda.threadIdx.x) % uint32(4))
+        for n in range(d // 8):
+            for r in range(2):
+                e = 4 * n + 2 * r
+                if row + 8 * r < N and 8 * n < A.shape[1]:
+                    store_two(A, row + 8 * r, 8 * n + 2 * t, O[e], O[e + 1])
+
+    return store_rows

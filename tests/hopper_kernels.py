@@ -1,0 +1,306 @@
+"""Small kernels in the instructions of compute capability 9.0, to be simulated: see kernel_process.
+
+Each makes the case for one instruction, and a host function runs it.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from flashsim.kernels import hopper, launch
+from flashsim.kernels.gpu import cuda, kernel, types, uint32
+from flashsim.kernels.ptx import mbarrier, shared, tma, warp, warpgroup, wgmma
+from flashsim.kernels.warpgroup_tiles import (
+    WarpgroupTile,
+    load,
+    rows_by_columns,
+    rows_by_rows,
+)
+from kernel_process import launch_counted
+
+THREADS = 128
+
+
+def attention(q, k, v, tile, algorithm="hopper", **what):
+    """(algorithm, output, lse, traffic) of a kernel, with the tile (Br, Bc, stages, ping_pong)."""
+    Br, Bc, stages, ping_pong = tile
+    d = -(-q.shape[-1] // 64) * 64
+    chosen = WarpgroupTile(Br, Bc, d, stages, ping_pong)
+    plan = launch.plan(q, k, v, algorithm=algorithm, tile=chosen, **what)
+    traffic = launch_counted(plan)
+    return plan.algorithm, plan.result("O"), plan.result("L"), traffic
+
+
+def ran(q, k, v, **what):
+    """Which kernel a call would launch."""
+    return launch.plan(q, k, v, **what).algorithm
+
+
+def turns(Tr, heads, section):
+    """(query tile, head) of every block."""
+    numbers = (np.uint32(n) for n in (Tr, heads, section))
+    Tr, heads, section = numbers
+    return [
+        tuple(map(int, hopper.turn(np.uint32(n), Tr, heads, section))) for n in range(Tr * heads)
+    ]
+
+
+def descriptor(address, panel_bytes):
+    """The bits of a descriptor."""
+    return int(wgmma.descriptor(address, panel_bytes))
+
+
+def odd(word, total, dtype):
+    """What is left when 0 times the two elements of a register are added to a total."""
+    return int(warp.add_nothing(dtype)(np.uint32(word), np.uint32(total)))
+
+
+def _aligned(sm):
+    return uint32((1024 - shared.shared_address(sm, 0) % 1024) % 1024 // 2)
+
+
+def copied(x, box_rows, column, row, head, batch):
+    """A box of x as it lies in shared memory: before the wait, after it, and from which address."""
+
+    @kernel(1)
+    def copy(X, before, after, address):
+        sm = cuda.shared.array(0, types.uint16)
+        at = _aligned(sm)
+        to = shared.shared_address(sm, at)
+        bar = uint32(to + box_rows * 128)
+        mbarrier.mbarrier_init(bar, 1)
+        mbarrier.fence_mbarrier_init()
+        mbarrier.mbarrier_expect_tx(bar, box_rows * 128)
+        tma.tma_load(to, X, column, row, head, batch, bar)
+        for n in range(box_rows * 64):
+            before[n] = sm[at + n]
+        mbarrier.mbarrier_wait(bar, 0)
+        for n in range(box_rows * 64):
+            after[n] = sm[at + n]
+        address[0] = to
+
+    before, after = np.zeros((2, box_rows * 64), np.uint16)
+    address = np.zeros(1, np.uint32)
+    (boxes,) = tma.tensor_maps({"x": (x, box_rows)}, "float16")
+    copy[1, 1, 0, 1024 + box_rows * 128 + 8](boxes, before, after, address)
+    return before, after, int(address[0])
+
+
+def copied_back(x, box_rows, column, row, head, batch, *, wait=True, fence=True):
+    """Store a box whose element (r, c) is 64 r + c, into x in place; x."""
+
+    @kernel(1)
+    def copy(X):
+        sm = cuda.shared.array(0, types.uint16)
+        at = _aligned(sm)
+        for r in range(box_rows):
+            for c in range(64):
+                sm[at + r * 64 + (c // 8 ^ r % 8) * 8 + c % 8] = 64 * r + c
+        if fence:
+            shared.fence_proxy_async()
+        tma.tma_store(shared.shared_address(sm, at), X, column, row, head, batch)
+        tma.tma_commit_group()
+        if wait:
+            tma.tma_wait_group()
+
+    copy[1, 1, 0, 1024 + box_rows * 128](*tma.tensor_maps({"x": (x, box_rows)}, "float16"))
+    return x
+
+
+def product(a, b, dtype, *, early=False, fence=True, skew=0):
+    """A Bᵀ for 16-bit bits a (rows, d), b (columns, d), rows at most 64: (64, columns) by `wgmma`.
+
+    early: read before the wait. skew: added to the descriptor of B.
+    """
+    columns, d = -(-len(b) // 8) * 8, a.shape[1]
+    count, start = columns // 2, rows_by_rows(64, columns, d, dtype)
+    load_A, load_B, wait = load(64, d), load(columns, d), wgmma.wgmma_wait_group(0)
+    rows, places = wgmma.accumulator(columns)
+    multiply = wgmma.wgmma_shared(columns, dtype)
+
+    @kernel(THREADS)
+    def run(A, B, out):
+        sm = cuda.shared.array(0, types.uint16)
+        sA = shared.shared_address(sm, _aligned(sm))
+        sB = uint32(sA + 128 * d)
+        bar = uint32(sB + 2 * columns * d)
+        tid = cuda.threadIdx.x
+        if tid == 0:
+            mbarrier.mbarrier_init(bar, 2)
+        cuda.syncthreads()
+        if tid == 0:
+            load_A(sA, A, 0, 0, 0, bar)
+            load_B(sB, B, 0, 0, 0, bar)
+        mbarrier.mbarrier_wait(bar, 0)
+        D = cuda.local.array(count, np.float32)
+        if fence:
+            start(D, wgmma.descriptor(sA, 0), wgmma.descriptor(sB, 0) + np.uint64(skew))
+        else:
+            multiply(D, 0, wgmma.descriptor(sA, 0), wgmma.descriptor(sB, 0), 0)
+        if not early:
+            wait()
+        for n in range(count):
+            out[rows[tid, n], places[tid, n]] = D[n]
+
+    out = np.zeros((64, columns), np.float32)
+    boxes = {"a": (a[None, None], 64), "b": (b[None, None], columns)}
+    maps = tma.tensor_maps(boxes, dtype)
+    run[1, THREADS, 0, 2048 + 2 * (64 + columns) * d + 8](*maps, out)
+    return out
+
+
+def product_from_registers(p, b, dtype, held, *, touch=False):
+    """held + P B for 16-bit bits p (64, keys), b (keys, d): by `wgmma` with P in registers.
+
+    touch: overwrite P before the wait.
+    """
+    keys, d = b.shape
+    start, load_B, wait = rows_by_columns(keys, d, dtype), load(keys, d), wgmma.wgmma_wait_group(0)
+    count, registers = d // 2, keys // 4
+    rows, columns = wgmma.accumulator(d)
+
+    @kernel(THREADS)
+    def run(P, B, out):
+        sm = cuda.shared.array(0, types.uint16)
+        sB = shared.shared_address(sm, _aligned(sm))
+        bar = uint32(sB + 2 * keys * d)
+        tid = cuda.threadIdx.x
+        if tid == 0:
+            mbarrier.mbarrier_init(bar, 1)
+        cuda.syncthreads()
+        if tid == 0:
+            load_B(sB, B, 0, 0, 0, bar)
+        mbarrier.mbarrier_wait(bar, 0)
+        A = cuda.local.array(registers, np.uint32)
+        g, t, w = tid % 32 // 4, tid % 4, tid // 32
+        for n in range(registers):
+            r, c = 16 * w + g + 8 * (n % 2), 8 * (n // 2) + 2 * t
+            A[n] = np.uint32(P[r, c]) | np.uint32(P[r, c + 1]) << np.uint32(16)
+        D = cuda.local.array(count, np.float32)
+        for n in range(count):
+            D[n] = out[rows[tid, n], columns[tid, n]]
+        start(D, A, wgmma.descriptor(sB, 128 * keys))
+        if touch:
+            A[:] = 0
+        wait()
+        for n in range(count):
+            out[rows[tid, n], columns[tid, n]] = D[n]
+
+    out = held.astype(np.float32)
+    maps = tma.tensor_maps({"b": (b[None, None], keys)}, dtype)
+    run[1, THREADS, 0, 1024 + 2 * keys * d + 8](p, *maps, out)
+    return out
+
+
+def phases(count, arrivals, size):
+    """What thread 0 sees, who waits for each of some phases of a barrier.
+
+    In phase n the other `count` threads each write n + 1 and arrive, the first of them expecting
+    `size` bytes of a copy. Seen: the least that they wrote, and the last element of the copy.
+    """
+    x = np.arange(64, dtype=np.uint16).reshape(1, 1, 1, 64)
+
+    @kernel(count + 1)
+    def run(X, seen, done):
+        sm = cuda.shared.array(0, types.uint16)
+        at = _aligned(sm)
+        to = shared.shared_address(sm, at)
+        bar, empty = uint32(to + 1024), uint32(to + 1032)
+        tid = cuda.threadIdx.x
+        if tid == 0:
+            mbarrier.mbarrier_init(bar, count)
+            mbarrier.mbarrier_init(empty, 1)
+        cuda.syncthreads()
+        for n in range(arrivals):
+            if tid == 0:
+                mbarrier.mbarrier_wait(bar, n % 2)
+                seen[n] = min(done[1:]), sm[at + 63]
+                mbarrier.mbarrier_arrive(empty)
+            else:
+                mbarrier.mbarrier_wait(empty, (n + 1) % 2)
+                done[tid] = n + 1
+                if tid == 1:
+                    if size:
+                        mbarrier.mbarrier_expect_tx(bar, size)
+                        tma.tma_load(to, X, 0, 0, 0, 0, bar)
+                    else:
+                        mbarrier.mbarrier_arrive(bar)
+                else:
+                    mbarrier.mbarrier_arrive(bar)
+
+    seen, done = np.zeros((arrivals, 2), np.int64), np.zeros(count + 1, np.int64)
+    run[1, count + 1, 0, 4096](*tma.tensor_maps({"x": (x, 1)}, "float16"), seen, done)
+    return seen
+
+
+def waits_forever(pretend_seconds):
+    """What an emulated thread says that waits for bytes which nobody sends."""
+
+    @kernel(1)
+    def run():
+        sm = cuda.shared.array(0, types.uint16)
+        bar = shared.shared_address(sm, _aligned(sm))
+        mbarrier.mbarrier_init(bar, 1)
+        mbarrier.mbarrier_expect_tx(bar, 64)
+        mbarrier.mbarrier_wait(bar, 0)
+
+    real, mbarrier.DEADLOCK_SECONDS = mbarrier.DEADLOCK_SECONDS, pretend_seconds
+    try:
+        run[1, 1, 0, 2048]()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        mbarrier.DEADLOCK_SECONDS = real
+    return ""
+
+
+def in_turns(rounds):
+    """The order in which two warps write, of which each lets the other on by a named barrier."""
+    order = []
+
+    @kernel(64)
+    def run(out):
+        tid = cuda.threadIdx.x
+        w = tid // 32
+        if w == 1:
+            warpgroup.bar_arrive(1, 64)
+        for n in range(rounds):
+            warpgroup.bar_sync(1 + w, 64)
+            if tid % 32 == 0:
+                order.append(int(w))
+            if w == 0:
+                warpgroup.bar_arrive(2, 64)
+            elif n + 1 < rounds:
+                warpgroup.bar_arrive(1, 64)
+
+    run[1, 64](np.zeros(1))
+    return order
+
+
+def _tune():
+    """benchmarks/tune.py."""
+    file = Path(__file__).parent.parent / "benchmarks" / "tune.py"
+    spec = importlib.util.spec_from_file_location("tune", file)
+    tune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tune)
+    return tune
+
+
+def tuned_tiles(d):
+    """(Br, Bc, stages, ping_pong) of the candidates of a width, and the default (Br, Bc)."""
+    found = [(t.Br, t.Bc, t.stages, t.ping_pong) for t in _tune().candidates(d)]
+    return found, launch.default_tiles(launch.KERNELS["hopper"], d, 227 * 1024)
+
+
+def tuning_refused():
+    """With what message the tuning ends where there is no GPU."""
+    real, sys.argv = sys.argv, ["tune.py"]
+    try:
+        _tune().main()
+    except SystemExit as end:
+        return end.code
+    finally:
+        sys.argv = real
+    return ""
