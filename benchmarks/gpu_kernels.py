@@ -39,7 +39,10 @@ COUNTED = [
     ("flash1", BIG, "float32", (64, 64), {}),
     ("flash1", WIDE, "float32", (64, 64), {}),
     ("standard", (1, 16, 4096, 64), "float32", (128, 64), {}),
+    ("ampere", BIG, "float16", (128, 64), {}),
+    ("ampere", WIDE, "float16", (128, 64), {"is_causal": True}),
 ]
+MODELLED = {"ampere": "flash2"}  # by the closed form of another name
 
 
 def normal(shape, dtype, seed):
@@ -221,8 +224,9 @@ def counters():
         launches_of_it = 3 if algorithm == "standard" else 1
         mine, found = found[:launches_of_it], found[launches_of_it:]
         cost = fs.io_cost(
-            algorithm, N=N, d=d, Br=tiles[0], Bc=tiles[1], heads=H, batch=B, dtype=dtype, **what
-        )
+            MODELLED.get(algorithm, algorithm),
+            N=N, d=d, Br=tiles[0], Bc=tiles[1], heads=H, batch=B, dtype=dtype, **what,
+        )  # fmt: skip
         moved = ("sm_read_bytes", "sm_written_bytes", "dram_read_bytes", "dram_written_bytes")
         total = {name: sum(m[name] for m in mine) for name in moved}
         rows.append(

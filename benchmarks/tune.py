@@ -1,0 +1,128 @@
+"""Which tiles the kernel for warpgroups should have on this GPU: all are tried, the fastest told.
+
+    python benchmarks/tune.py --out tiles.json    # some minutes, most of them compiling
+    python benchmarks/tune.py --predict           # no GPU: the candidates, and what is predicted
+
+The candidates are all that fit: queries, keys, stages, and whether the consumers take turns. Each
+is held against the plain kernel's answer, and timed at 16,384 tokens, beside the time that
+flashsim.cost.schedule allows it: its pipeline alone, at peak rates, with two consumers.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from itertools import product
+
+import numpy as np
+
+from flashsim import kernels
+from flashsim.cost.devices import device
+from flashsim.cost.schedule import tile_times, timeline
+from flashsim.kernels import gpu
+from flashsim.kernels.warpgroup_tiles import WarpgroupTile
+from flashsim.measure.bench import header, require_gpu
+from flashsim.measure.timing import inputs, milliseconds
+
+ROOM = 227 * 1024  # bytes of shared memory of a block, on compute capability 9.0
+WIDTHS, TOKENS, MODEL = (64, 128, 256), 16384, 2048  # MODEL: heads x d
+LENGTHS = (1024, 4096, 16384)
+FAR = 4e-3  # from the plain kernel, at most: a few roundings of float16
+
+
+def candidates(d):
+    """Tiles that fit, without a spill and in shared memory."""
+    sizes = product((128, 192), (64, 80, 96, 112, 128, 144, 160, 176), (2, 3), (False, True))
+    tiles = [WarpgroupTile(Br, Bc, d, stages, turns) for Br, Bc, stages, turns in sizes]
+    return [t for t in tiles if t.held <= t.registers[1] and t.bytes <= ROOM]
+
+
+def shape(N, d):
+    """(batch, heads, N, d) of so many tokens of a model."""
+    return TOKENS // N, MODEL // d, N, d
+
+
+def predicted_ms(tile, N, is_causal, preset):
+    """Milliseconds that the pipeline takes at least: each SM its share of the blocks' time."""
+    batch, heads, _, d = shape(N, tile.d)
+    pipeline = "both" if tile.ping_pong else "pipelined"
+    times = tile_times(preset, tile.Br, tile.Bc, d)
+    lengths = [
+        -(-(min(i + tile.Br, N) if is_causal else N) // tile.Bc) for i in range(0, N, tile.Br)
+    ]
+    cycles = {n: timeline(pipeline, times, n).total_cycles for n in set(lengths)}
+    whole = batch * heads * sum(cycles[n] for n in lengths)
+    return 1e3 * whole / preset.sm_count / preset.boost_clock_hz
+
+
+def error(tile, is_causal):
+    """The largest distance from the plain kernel, on ragged sizes."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, n, tile.d)).astype("float16") for n in (1000, 1100, 1100))
+    plan = kernels.plan(q, k, v, algorithm="hopper", tile=tile, is_causal=is_causal)
+    plan.launch()
+    plain = kernels.attention(q, k, v, is_causal=is_causal).output
+    return float(np.abs(plan.result("O").astype(float) - plain.astype(float)).max())
+
+
+def row(tile, N, is_causal, preset, measure):
+    """A candidate at one length."""
+    found = {**asdict(tile), "N": N, "is_causal": is_causal}
+    found["predicted_ms"] = predicted_ms(tile, N, is_causal, preset)
+    if measure:
+        what = {"algorithm": "hopper", "tile": tile, "is_causal": is_causal}
+        sets = inputs(shape(N, tile.d), N, "float16")
+        calls = [kernels.plan(*x[:3], **what).launch for x in sets]
+        found |= milliseconds(calls)
+    return found
+
+
+def shown(r):
+    """A line of the table."""
+    turns = "taking turns" if r["ping_pong"] else ""
+    flops = 4 * TOKENS * MODEL * r["N"] * (0.5 if r["is_causal"] else 1)
+    took = f"{r['ms']:8.3f} ms {flops / r['ms'] / 1e9:5.0f} TFLOP/s" if "ms" in r else ""
+    return (
+        f"d={r['d']:<3} N={r['N']:<5} {'causal' if r['is_causal'] else '':6} "
+        f"{r['Br']:3} x {r['Bc']:<3} {r['stages']} stages {turns:12} "
+        f"predicted {r['predicted_ms']:7.3f} ms {took}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", default="tiles.json")
+    parser.add_argument("--predict", action="store_true", help="measure nothing")
+    parser.add_argument("--gpu", default="h200", help="the preset that is predicted for")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    options = parser.parse_args()
+    preset = device(options.gpu)
+    if not options.predict:
+        try:
+            require_gpu()
+        except OSError as missing:
+            reason = str(missing).removeprefix("bench: ")
+            sys.exit(f"tune: {reason}; --predict needs no GPU")
+        if gpu.compute_capability() != (9, 0):
+            found = ".".join(map(str, gpu.compute_capability()))
+            sys.exit(f"tune: expected a GPU of compute capability 9.0, this one has {found}")
+    rows, chosen = [], []
+    for d, is_causal in product(WIDTHS, (False, True)):
+        tiles = candidates(d)
+        if not options.predict:
+            tiles = [t for t in tiles if error(t, is_causal) <= FAR]
+        for N in options.lengths:
+            found = [row(t, N, is_causal, preset, not options.predict) for t in tiles]
+            found.sort(key=lambda r: r.get("ms", r["predicted_ms"]))
+            rows += found
+            chosen.append(found[0])
+            print(*map(shown, found[:5]), sep="\n", flush=True)
+    if not options.predict:
+        with open(options.out, "w", encoding="utf-8") as file:
+            json.dump(
+                {"header": header(flush=False), "chosen": chosen, "rows": rows}, file, indent=1
+            )
+
+
+if __name__ == "__main__":
+    main()
