@@ -14,7 +14,7 @@ import warnings
 
 import numpy as np
 
-SECONDS = 300  # assembling the widest kernel takes 40 on a quiet machine
+SECONDS = 300  # assembling the widest kernel takes 22 on a quiet machine
 
 
 class KernelProcess:
