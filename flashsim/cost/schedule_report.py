@@ -130,6 +130,7 @@ def timelines(path: Path, found: Sequence[Timeline], gpu: Device, tiles: int = 4
             f"{_key_tiles(line.tiles)}", fontsize=9, loc="left",
         )  # fmt: skip
         at.set_yticks(range(len(UNITS)), UNITS, fontsize=8)
+        at.set_ylabel("unit", fontsize=8)
         at.set_ylim(len(UNITS) - 0.5, -0.5)
         at.set_xlim(0, max(ends))
         at.spines[["top", "right"]].set_visible(False)
