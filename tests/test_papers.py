@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
@@ -224,7 +225,12 @@ def test_fa3_table_3_incoherent_processing_is_what_makes_fp8_accurate() -> None:
     """
     standard, flash, no_blocks, no_rotation = recomputed("fa3-table3-fp8", "band")
     assert standard > 2 * flash
-    assert 1.5 < no_rotation / flash < 4  # 1.57, 3.01, 2.23, 3.82 for seeds 0 to 3; 2.64 published
+    gains = [no_rotation / flash]  # 2.64 as published, but a few outliers make most of an error
+    for seed in (1, 2):
+        _, rotated, _, not_rotated = fa3.fp8_errors(8192, 128, 256, 128, seed)
+        gains.append(not_rotated / rotated)
+    assert min(gains) > 1.5
+    assert 1.5 < math.prod(gains) ** (1 / 3) < 3
     assert no_blocks / flash == pytest.approx(1, abs=0.2)
 
 
