@@ -12,6 +12,7 @@ import hashlib
 import os
 import pickle
 from functools import cache
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,11 @@ def sources() -> str:
 
 def constants(function: Any) -> Any:
     """What the closure of a function holds, and those of the functions in it."""
-    held = [cell.cell_contents for cell in function.__closure__ or ()]
-    return function.__qualname__, function.__code__.co_code, [
-        constants(x.py_func) if isinstance(x, CUDADispatcher) else repr(x) for x in held
-    ]  # fmt: skip
+
+    def constant(x: Any) -> Any:
+        if isinstance(x, CUDADispatcher):
+            return constants(x.py_func)
+        return x.__qualname__ if isfunction(x) else repr(x)  # its repr has an address
+
+    held = [constant(cell.cell_contents) for cell in function.__closure__ or ()]
+    return function.__qualname__, function.__code__.co_code, held
