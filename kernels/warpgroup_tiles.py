@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
 
-from .gpu import cuda, device, float32, int32, uint32, uint64, widen
+from .gpu import cuda, device, float32, int32, store4, uint32, uint64, widen
 from .ptx.mbarrier import mbarrier_expect_tx
 from .ptx.tma import tma_load
-from .ptx.warp import add_nothing, exp2, load_words, pack, store_pair, store_two
+from .ptx.warp import add_nothing, exp2, load_two, load_words, pack, store_pair, store_two
 from .ptx.wgmma import (
     PANEL,
     ROW_BYTES,
     pin,
+    wgmma_columns,
     wgmma_commit_group,
     wgmma_fence,
     wgmma_registers,
@@ -30,6 +31,8 @@ from .warp_tiles import EXPONENT, row_max
 WARPGROUP = 128  # threads
 ROWS = 64  # of queries, that a warpgroup has
 ALIGNED = 1024  # bytes: where a tile may begin
+ROOM = 227 * 1024  # bytes of shared memory of a block
+WORDS = 7  # that say what is to be done: first query, head, part and batch, key tiles, head of keys
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class WarpgroupTile:
 
         They begin with equal shares. One consumer alone has as many as a thread can have.
         """
-        return {1: (256, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+        return {1: (256, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     @property
     def held(self) -> int:
@@ -93,21 +96,44 @@ class WarpgroupTile:
         return 2 * self.Bc * self.d
 
     @property
+    def O_at(self) -> int:
+        """Where O leaves from, in bytes from Q: its own place, if there is room, or that of Q."""
+        return self._tiles if self._rest + self._tiles + self.Q_bytes <= ROOM else 0
+
+    @property
+    def bars_at(self) -> int:
+        """Where the mbarriers begin, in bytes from Q."""
+        return self._tiles + (self.Q_bytes if self.O_at else 0)
+
+    @property
     def mbarriers(self) -> int:
-        """One for Q, and for K and V a full and an empty one of each stage."""
-        return 1 + 4 * self.stages
+        """Full and empty ones of Q and of each stage of K and V; one of what a V was seen to be."""
+        return 2 + 5 * self.stages
 
     @property
     def bytes(self) -> int:
-        """Bytes of shared memory: tiles, mbarriers, and what it takes to begin where a tile may."""
-        return ALIGNED + self.Q_bytes + 2 * self.stages * self.KV_bytes + 8 * self.mbarriers
+        """Bytes of shared memory: tiles, mbarriers, words, and what it takes to begin aligned."""
+        return self.bars_at + self._rest
+
+    @property
+    def _tiles(self) -> int:
+        """Bytes of Q, K and V."""
+        return self.Q_bytes + 2 * self.stages * self.KV_bytes
+
+    @property
+    def _rest(self) -> int:
+        return ALIGNED + 8 * self.mbarriers + 4 * (3 * WORDS + self.stages)
 
 
 def warpgroup_tile_for(
     Br: int, Bc: int, d: int, threads: tuple[int, int] | None = None, results: int = 1
 ) -> WarpgroupTile:
-    """The tile of a width that is rounded up to whole panels; `threads` and `results` are given."""
-    return WarpgroupTile(Br, Bc, -(-d // PANEL) * PANEL)
+    """The tile of a width that is rounded up to whole panels; `threads` and `results` are given.
+
+    Taking turns, and with a third stage where tiles are small, it was fastest on an H200.
+    """
+    wide = -(-d // PANEL) * PANEL
+    return WarpgroupTile(Br, Bc, wide, stages=3 if wide == PANEL else 2, ping_pong=True)
 
 
 @cache
@@ -170,40 +196,98 @@ def rows_by_columns(columns: int, d: int, dtype: str) -> Any:
 
 
 @cache
-def partial(columns: int, banded: bool) -> Any:
-    """partial(i0, j0, Nk, lo, hi): whether of 64 rows from i0 on some score may not count."""
+def columns_by_columns(rows: int, columns: int, dtype: str) -> Any:
+    """columns_by_columns(O, a, b): start O = Aᵀ B for A (rows, 64) and B (rows, columns), a group.
+
+    a, b: descriptors; b with the bytes of a panel. O (64, columns) is in registers.
+    """
+    wgmma, hold, sixteen_rows = wgmma_columns(columns, dtype), pin(columns // 2), 16 * ROW_BYTES
 
     @device
-    def partial_tile(i0, j0, Nk, lo, hi):
-        some = j0 + columns > Nk
+    def start_product(O, a, b):
+        hold(O, 0)
+        wgmma_fence()
+        for n in range(rows // 16):
+            further = uint64(sixteen_rows // 16 * n)
+            wgmma(O, 0, a + further, b + further, 0 if n == 0 else 1)
+        wgmma_commit_group()
+
+    return start_product
+
+
+@cache
+def mask_after(columns: int) -> Any:
+    """mask_after(S, last): scores of columns after last[r], of the thread's row r, become -inf.
+
+    Columns count from the thread's first score on.
+    """
+
+    @device
+    def mask_columns(S, last):
+        for r in range(2):
+            for n in range(columns // 8):
+                for u in range(2):
+                    if int32(8 * n + u) > last[r]:
+                        S[4 * n + 2 * r + u] = -float32(float("inf"))
+
+    return mask_columns
+
+
+@cache
+def mask_before(columns: int) -> Any:
+    """mask_before(S, first): `mask_after`, of columns before first[r]."""
+
+    @device
+    def mask_columns(S, first):
+        for r in range(2):
+            for n in range(columns // 8):
+                for u in range(2):
+                    if int32(8 * n + u) < first[r]:
+                        S[4 * n + 2 * r + u] = -float32(float("inf"))
+
+    return mask_columns
+
+
+@cache
+def partial_transposed(columns: int, banded: bool) -> Any:
+    """partial_transposed(j0, i0, Nq, Nk, lo, hi): whether some score may not count.
+
+    Of 64 keys from j0 on as rows, and queries from i0 on as columns.
+    """
+
+    @device
+    def partial_tile(j0, i0, Nq, Nk, lo, hi):
+        some = j0 + ROWS > Nk or i0 + columns > Nq
         if banded:
-            some = some or j0 < i0 + ROWS - 1 + lo or j0 + columns - 1 > i0 + hi
+            some = some or j0 < i0 + columns - 1 + lo or j0 + ROWS - 1 > i0 + hi
         return some
 
     return partial_tile
 
 
 @cache
-def mask(columns: int, banded: bool) -> Any:
-    """mask(S, row, column, Nk, lo, hi): scores that do not count become -inf.
+def clear_masked(columns: int, banded: bool) -> Any:
+    """clear_masked(S, key, query, Nq, Nk, lo, hi): what is of scores that do not count becomes 0.
 
-    row and column are those of the thread's first score.
+    Keys are rows, queries columns; key and query are those of the thread's first score.
     """
 
     @device
-    def mask_scores(S, row, column, Nk, lo, hi):
+    def clear(S, key, query, Nq, Nk, lo, hi):
         for r in range(2):
-            i = int32(row + 8 * r - column)
-            first, last = int32(i + lo), int32(Nk - 1 - column)
+            j = int32(key + 8 * r - query)
+            first, last = int32(0), int32(Nq - 1 - query)
+            if key + 8 * r >= Nk:
+                last = int32(-1)
             if banded:
-                last = min(last, int32(i + hi))
+                first, last = int32(j - hi), min(last, int32(j - lo))
             for n in range(columns // 8):
                 for u in range(2):
                     c = int32(8 * n + u)
                     if c > last or (banded and c < first):
-                        S[4 * n + 2 * r + u] = -float32(float("inf"))
+                        S[4 * n + 2 * r + u] = float32(0)
 
-    return mask_scores
+    return clear
 
 
 @cache
@@ -223,8 +307,10 @@ def not_finite(rows: int, d: int, threads: int, dtype: str) -> Any:
             chunk = uint32(thread + n * threads)
             if chunk < chunks:
                 load_words(four, 0, sm, uint32(at + 8 * chunk))
+                part = uint32(0)  # of this chunk: it need not wait for the others
                 for u in range(4):
-                    total = add(four[u], total)
+                    part = add(four[u], part)
+                total = add(part, total)
         return uint32(total != 0)
 
     return look
@@ -330,6 +416,48 @@ def rounded(columns: int, dtype: str) -> Any:
 
 
 @cache
+def weights(columns: int) -> Any:
+    """weights(S, floats, at, scale): S becomes exp2(scale S - L), for L of the columns.
+
+    floats[at] is the first of L on chip, in base 2; scale > 0 has a factor of log2(e).
+    """
+
+    @device
+    def make_weights(S, floats, at, scale):
+        t = uint32(uint32(cuda.threadIdx.x) % uint32(4))
+        L = cuda.local.array(2, float32)
+        for n in range(columns // 8):
+            load_two(L, 0, floats, uint32(at + 8 * n + 2 * t))
+            for r in range(2):
+                for u in range(2):
+                    e = 4 * n + 2 * r + u
+                    S[e] = exp2(cuda.fma(S[e], scale, -L[u]))
+
+    return make_weights
+
+
+@cache
+def weights_gradient(columns: int) -> Any:
+    """weights_gradient(dP, P, floats, at): dP becomes dS = P ∘ (dP - D), for D of the columns.
+
+    floats[at] is the first of D on chip.
+    """
+
+    @device
+    def make_gradient(dP, P, floats, at):
+        t = uint32(uint32(cuda.threadIdx.x) % uint32(4))
+        D = cuda.local.array(2, float32)
+        for n in range(columns // 8):
+            load_two(D, 0, floats, uint32(at + 8 * n + 2 * t))
+            for r in range(2):
+                for u in range(2):
+                    e = 4 * n + 2 * r + u
+                    dP[e] = P[e] * (dP[e] - D[u])
+
+    return make_gradient
+
+
+@cache
 def rescale(d: int) -> Any:
     """rescale(O, by): the thread's two rows of O (64, d) are multiplied by by[0] and by[1]."""
     count = d // 2
@@ -364,6 +492,41 @@ def put(rows: int, d: int, dtype: str) -> Any:
                 store_pair(sm, uint32(chunk + 512 * r), two(O[e + 1], O[e]))
 
     return put_rows
+
+
+@cache
+def put_rounded(rows: int, columns: int) -> Any:
+    """put_rounded(sm, at, P, within): as `put`, of what `rounded` has made of (64, columns)."""
+    panel = ROW_BYTES * rows // 2
+
+    @device
+    def put_rows(sm, at, P, within):
+        g, t = uint32(within % 8), uint32(uint32(cuda.threadIdx.x) % uint32(4))
+        for n in range(columns // 8):
+            chunk = uint32(at + n // 8 * panel + within * 64 + uint32((n % 8) ^ g) * 8 + 2 * t)
+            for r in range(2):
+                store_pair(sm, uint32(chunk + 512 * r), P[2 * n + r])
+
+    return put_rows
+
+
+@cache
+def put_wide(columns: int) -> Any:
+    """put_wide(floats, at, O): the registers of O (64, columns) go on chip as they are, in fours.
+
+    Four registers of a thread lie together, beside those of the next thread: no two threads of a
+    warp meet in a bank. floats[at], the first, is at a multiple of 16 bytes.
+    """
+
+    @device
+    def put_registers(floats, at, O):
+        thread = uint32(uint32(cuda.threadIdx.x) % uint32(WARPGROUP))
+        for n in range(columns // 8):
+            e = 4 * n
+            there = uint32(at + 4 * WARPGROUP * n + 4 * thread)
+            store4(floats, there, O[e], O[e + 1], O[e + 2], O[e + 3])
+
+    return put_registers
 
 
 @cache

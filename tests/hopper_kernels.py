@@ -5,6 +5,8 @@ Each makes the case for one instruction, and a host function runs it.
 
 import importlib.util
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from flashsim.kernels.gpu import cuda, kernel, types, uint32
 from flashsim.kernels.ptx import mbarrier, shared, tma, warp, warpgroup, wgmma
 from flashsim.kernels.warpgroup_tiles import (
     WarpgroupTile,
+    columns_by_columns,
     load,
     rows_by_columns,
     rows_by_rows,
@@ -23,14 +26,32 @@ from kernel_process import launch_counted
 THREADS = 128
 
 
+class Crowded(WarpgroupTile):
+    """A tile whose O leaves from the place of Q."""
+
+    O_at = 0
+
+
 def attention(q, k, v, tile, algorithm="hopper", **what):
-    """(algorithm, output, lse, traffic) of a kernel, with the tile (Br, Bc, stages, ping_pong)."""
-    Br, Bc, stages, ping_pong = tile
+    """(algorithm, output, lse, traffic) of a kernel, with the tile (Br, Bc, stages, ping_pong).
+
+    Then, it may say "crowded": as if shared memory had no room for O.
+    """
+    Br, Bc, stages, ping_pong, *crowded = tile
     d = -(-q.shape[-1] // 64) * 64
-    chosen = WarpgroupTile(Br, Bc, d, stages, ping_pong)
+    chosen = (Crowded if crowded else WarpgroupTile)(Br, Bc, d, stages, ping_pong)
     plan = launch.plan(q, k, v, algorithm=algorithm, tile=chosen, **what)
     traffic = launch_counted(plan)
     return plan.algorithm, plan.result("O"), plan.result("L"), traffic
+
+
+def again(q, k, v, tile):
+    """O of the second launch of a plan."""
+    plan = launch.plan(q, k, v, algorithm="hopper", tile=WarpgroupTile(*tile))
+    plan.launch()
+    plan.made["O"][0][:] = 0
+    plan.launch()
+    return plan.result("O")
 
 
 def ran(q, k, v, **what):
@@ -38,12 +59,51 @@ def ran(q, k, v, **what):
     return launch.plan(q, k, v, **what).algorithm
 
 
+def backward_ran(x, lse, **what):
+    """Which kernel a call for gradients would launch, of one array for all."""
+    return launch.plan_backward(x, x, x, x, lse, x, algorithm="hopper", **what).algorithm
+
+
+def late(which, *arrays, **what):
+    """dQ, dK and dV if one warpgroup lags behind at its products, and after each named barrier."""
+    plan = launch.plan_backward(*arrays, **what)
+    together, wait = wgmma.together, warpgroup._Named.wait
+
+    def lag():
+        if threading.current_thread().thread_id // THREADS == which:
+            time.sleep(0.02)
+
+    def late_together(*group):
+        lag()
+        return together(*group)
+
+    def late_wait(*barrier):
+        outcome = wait(*barrier)
+        lag()
+        return outcome
+
+    wgmma.together, warpgroup._Named.wait = late_together, late_wait
+    try:
+        plan.launch()
+    finally:
+        wgmma.together, warpgroup._Named.wait = together, wait
+    return [plan.result(name) for name in ("dQ", "dK", "dV")]
+
+
+def backward_default(d):
+    """The default (Br, Bc) of a backward pass, and the bytes of shared memory it takes."""
+    row = launch.BACKWARD["hopper"]
+    tiles = launch.default_tiles(row, d, 227 * 1024)
+    return tiles, row.shared_bytes(*tiles, d)
+
+
 def turns(Tr, heads, section):
     """(query tile, head) of every block."""
     numbers = (np.uint32(n) for n in (Tr, heads, section))
     Tr, heads, section = numbers
     return [
-        tuple(map(int, hopper.turn(np.uint32(n), Tr, heads, section))) for n in range(Tr * heads)
+        tuple(map(int, hopper.in_order(np.uint32(n), Tr, heads, section)))
+        for n in range(Tr * heads)
     ]
 
 
@@ -61,7 +121,7 @@ def _aligned(sm):
     return uint32((1024 - shared.shared_address(sm, 0) % 1024) % 1024 // 2)
 
 
-def copied(x, box_rows, column, row, head, batch):
+def copied(x, box_rows, column, row, head, batch, *, fence=True):
     """A box of x as it lies in shared memory: before the wait, after it, and from which address."""
 
     @kernel(1)
@@ -73,6 +133,8 @@ def copied(x, box_rows, column, row, head, batch):
         mbarrier.mbarrier_init(bar, 1)
         mbarrier.fence_mbarrier_init()
         mbarrier.mbarrier_expect_tx(bar, box_rows * 128)
+        if fence:
+            tma.fence_tensor_map(X)
         tma.tma_load(to, X, column, row, head, batch, bar)
         for n in range(box_rows * 64):
             before[n] = sm[at + n]
@@ -100,6 +162,7 @@ def copied_back(x, box_rows, column, row, head, batch, *, wait=True, fence=True)
                 sm[at + r * 64 + (c // 8 ^ r % 8) * 8 + c % 8] = 64 * r + c
         if fence:
             shared.fence_proxy_async()
+        tma.fence_tensor_map(X)
         tma.tma_store(shared.shared_address(sm, at), X, column, row, head, batch)
         tma.tma_commit_group()
         if wait:
@@ -131,6 +194,8 @@ def product(a, b, dtype, *, early=False, fence=True, skew=0):
             mbarrier.mbarrier_init(bar, 2)
         cuda.syncthreads()
         if tid == 0:
+            tma.fence_tensor_map(A)
+            tma.fence_tensor_map(B)
             load_A(sA, A, 0, 0, 0, bar)
             load_B(sB, B, 0, 0, 0, bar)
         mbarrier.mbarrier_wait(bar, 0)
@@ -171,6 +236,7 @@ def product_from_registers(p, b, dtype, held, *, touch=False):
             mbarrier.mbarrier_init(bar, 1)
         cuda.syncthreads()
         if tid == 0:
+            tma.fence_tensor_map(B)
             load_B(sB, B, 0, 0, 0, bar)
         mbarrier.mbarrier_wait(bar, 0)
         A = cuda.local.array(registers, np.uint32)
@@ -224,6 +290,7 @@ def phases(count, arrivals, size):
                 if tid == 1:
                     if size:
                         mbarrier.mbarrier_expect_tx(bar, size)
+                        tma.fence_tensor_map(X)
                         tma.tma_load(to, X, 0, 0, 0, 0, bar)
                     else:
                         mbarrier.mbarrier_arrive(bar)
@@ -289,9 +356,10 @@ def _tune():
 
 
 def tuned_tiles(d):
-    """(Br, Bc, stages, ping_pong) of the candidates of a width, and the default (Br, Bc)."""
-    found = [(t.Br, t.Bc, t.stages, t.ping_pong) for t in _tune().candidates(d)]
-    return found, launch.default_tiles(launch.KERNELS["hopper"], d, 227 * 1024)
+    """The candidates of a width, and the default; in text."""
+    row = launch.KERNELS["hopper"]
+    default = row.tile(*launch.default_tiles(row, d, 227 * 1024), d)
+    return [str(t) for t in _tune().candidates(d)], str(default)
 
 
 def tuning_refused():
@@ -304,3 +372,83 @@ def tuning_refused():
     finally:
         sys.argv = real
     return ""
+
+
+def product_of_columns(a, b, dtype, first=0, *, touch=False):
+    """Aᵀ B for 16-bit bits a (keys, 64), b (keys, n), of B the columns from `first` on.
+
+    touch: overwrite the first element of A before the wait.
+    """
+    keys, n = b.shape[0], b.shape[1] - first
+    start, load_A = columns_by_columns(keys, n, dtype), load(keys, 64)
+    width, wait = -(-b.shape[1] // 64) * 64, wgmma.wgmma_wait_group(0)
+    load_B, count, (rows, columns) = load(keys, width), n // 2, wgmma.accumulator(n)
+    panel = 128 * keys
+
+    @kernel(THREADS)
+    def run(A, B, out):
+        sm = cuda.shared.array(0, types.uint16)
+        sA = shared.shared_address(sm, _aligned(sm))
+        sB = uint32(sA + panel)
+        bar = uint32(sB + 2 * keys * width)
+        tid = cuda.threadIdx.x
+        if tid == 0:
+            mbarrier.mbarrier_init(bar, 2)
+        cuda.syncthreads()
+        if tid == 0:
+            tma.fence_tensor_map(A)
+            tma.fence_tensor_map(B)
+            load_A(sA, A, 0, 0, 0, bar)
+            load_B(sB, B, 0, 0, 0, bar)
+        mbarrier.mbarrier_wait(bar, 0)
+        D = cuda.local.array(count, np.float32)
+        there = uint32(sB + first // 64 * panel + first % 64 * 2)
+        start(D, wgmma.descriptor(sA, 0), wgmma.descriptor(there, panel))
+        if touch and tid == 0:
+            sm[_aligned(sm)] = 0
+            shared.fence_proxy_async()
+        wait()
+        for e in range(count):
+            out[rows[tid, e], columns[tid, e]] = D[e]
+
+    out = np.zeros((64, n), np.float32)
+    boxes = {"a": (a[None, None], keys), "b": (b[None, None], keys)}
+    run[1, THREADS, 0, 2048 + panel + 2 * keys * width + 8](*tma.tensor_maps(boxes, dtype), out)
+    return out
+
+
+def added(x, total, row, column, *, touch_after="", wait=True):
+    """total, once x (a row of floats) was copied on chip and added to it from (row, column) on.
+
+    Besides, what was on chip before the copy was waited for. touch_after: when to overwrite x on
+    chip, "commit" or "read". wait: whether to wait for the addition.
+    """
+    count = x.shape[1]
+
+    @kernel(1)
+    def run(x, total, before):
+        sm = cuda.shared.array(0, types.uint16)
+        floats = cuda.shared.array(0, types.float32)
+        at = _aligned(sm)
+        to = shared.shared_address(sm, at)
+        bar = uint32(to + 4 * count)
+        mbarrier.mbarrier_init(bar, 1)
+        mbarrier.mbarrier_expect_tx(bar, 4 * count)
+        tma.bulk_load(to, x, 0, 0, 4 * count, bar)
+        for n in range(count):
+            before[n] = floats[at // 2 + n]
+        mbarrier.mbarrier_wait(bar, 0)
+        tma.bulk_add(total, row, column, to, 4 * count)
+        tma.tma_commit_group()
+        for moment in ("commit", "read"):
+            if moment == touch_after:
+                for n in range(count):
+                    floats[at // 2 + n] = 1000
+                shared.fence_proxy_async()
+            tma.tma_wait_group_read()
+        if wait:
+            tma.tma_wait_group()
+
+    before = np.zeros(count, np.float32)
+    run[1, 1, 0, 2048 + 4 * count](x, total, before)
+    return total, before

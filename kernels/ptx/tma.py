@@ -3,7 +3,8 @@
 One thread asks for a whole tile. What lies beyond the tensor arrives as zeros and is never written,
 and since rows, heads and batches are dimensions of their own, the row after the last of a head is
 beyond it, not the next head's. In the simulator a load is done only when its barrier is waited for,
-a store when it is waited for, and until then the target is garbage.
+a store when it is waited for, and until then the target is garbage. Stretches of global memory that
+no map tells of are copied or added to as they lie.
 
 PTX ISA, "Data Movement and Conversion Instructions: Tensor copy"; CUDA driver API, "Tensor Map
 Object Management".
@@ -11,21 +12,24 @@ Object Management".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...checks import bad
+from .. import gpu
 from ..gpu import SIMULATED, cuda
 from . import mbarrier
-from .base import Start, instruction, u32
+from .base import Global, Start, instruction, u32
 from .emulation import GARBAGE, thread
 from .shared import START, memory, put, swizzled
 from .wgmma import PANEL, ROW_BYTES
 
 __all__ = [
-    "TensorMap", "tensor_maps", "tma_commit_group", "tma_load", "tma_store", "tma_wait_group",
+    "TensorMap", "bulk_add", "bulk_load", "tensor_maps", "tma_commit_group", "tma_load",
+    "tma_store", "tma_wait_group", "tma_wait_group_read",
 ]  # fmt: skip
 
 ITEM_BYTES = 2
@@ -122,6 +126,21 @@ def _box(target: int, rows: int) -> Any:
     return (swizzled(target + r * ROW_BYTES + c * ITEM_BYTES) - START) // ITEM_BYTES
 
 
+@instruction("fence.proxy.tensormap::generic.acquire.sys [{tensor_map}], 128;", tensor_map=Start())
+def fence_tensor_map(tensor_map: Any) -> None:
+    """Before this thread copies by a map that lies in global memory; "membar, fence".
+
+    A multiprocessor keeps the maps it has seen, by their address, also from one launch to the next;
+    what the host has since written there it would not see.
+    """
+    thread().__dict__.setdefault("tensor maps", []).append(tensor_map)
+
+
+def _fenced(tensor_map: Any) -> None:
+    if not any(tensor_map is known for known in thread().__dict__.get("tensor maps", ())):
+        raise RuntimeError("a tensor map is used that this thread has not fenced")
+
+
 @instruction(
     "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
     "[{target}], [{source}, {{column}, {row}, {head}, {batch}}], [{barrier}];",
@@ -135,6 +154,7 @@ def tma_load(
     The rows of the box follow each other, 128 bytes each, swizzled. All its bytes, those beyond the
     tensor as well, count for the phase of the mbarrier that runs. By one thread.
     """
+    _fenced(source)
     box = _box(int(target), source.rows)
     put(box, GARBAGE)
     rows, columns = source.inside(column, row)
@@ -164,16 +184,95 @@ def tma_store(source: Any, target: Any, column: Any, row: Any, head: Any, batch:
     What threads wrote to the box they must have fenced by `fence_proxy_async` before they
     synchronise with the one thread that calls this.
     """
-    shared, box = memory(), _box(int(source), target.rows)
+    _fenced(target)
+    box = _box(int(source), target.rows)
     rows, columns = target.inside(column, row)
 
-    def copy() -> None:
+    def write(found: Any) -> None:
         for r in rows:
             for c in columns:
-                x = shared[box[r - int(row), c - int(column)]]
+                x = found[r - int(row), c - int(column)]
                 target.array[int(batch), int(head), r, c] = x
 
-    thread().__dict__.setdefault("stores", []).append(copy)
+    _leave(_Leaving(box, write))
+
+
+class _Leaving:
+    """A store in the simulator: it reads shared memory and writes as late as it may.
+
+    It may also read at once. So what changes there in between is garbage.
+    """
+
+    def __init__(self, where: Any, write: Callable[[Any], None]) -> None:
+        self.where, self.write, self.found = where, write, None
+        self.asked_for = memory()[where].copy()
+
+    def take(self) -> None:
+        """Read, unless it has read."""
+        if self.found is None:
+            self.found = memory()[self.where].copy()
+            words = self.found.view(np.uint32)  # of a float, not one half alone
+            words[words != self.asked_for.view(np.uint32)] = 0xFFFFFFFF
+
+    def finish(self) -> None:
+        """Write."""
+        self.take()
+        self.write(self.found)
+
+
+def _leave(store: _Leaving) -> None:
+    thread().__dict__.setdefault("stores", []).append(store)
+
+
+@instruction(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[{target}], [{source}], {size}, [{barrier}];",
+    target=u32, source=Global(), size=u32, barrier=u32,
+)  # fmt: skip
+def bulk_load(target: Any, A: Any, i: Any, j: Any, size: Any, barrier: Any) -> None:
+    """Start to copy `size` bytes from A[i, j] of float32 on to shared memory; "cp.async.bulk".
+
+    As they lie. Addresses and size are multiples of 16 bytes. They count for the phase of the
+    mbarrier that runs. By one thread.
+    """
+    _sixteens(target, size, 4 * int(j))
+    there = slice((int(target) - START) // 2, (int(target) - START + int(size)) // 2)
+    put(there, GARBAGE)
+
+    def copy() -> None:
+        found = [A[int(i), int(j) + n] for n in range(int(size) // 4)]
+        put(there, np.array(found, np.float32).view(np.uint16))
+
+    waiting = mbarrier.at(barrier)
+    with waiting.changed:
+        waiting.copies.append((int(size), copy))
+        waiting.changed.notify_all()
+
+
+@instruction(
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{target}], [{source}], {size};",
+    target=Global(), source=u32, size=u32,
+)  # fmt: skip
+def bulk_add(A: Any, i: Any, j: Any, source: Any, size: Any) -> None:
+    """Start to add `size` bytes of float32 in shared memory to A from A[i, j] on.
+
+    Element by element, whoever else adds there, in an order left open; "cp.reduce.async.bulk". It
+    belongs to the groups of `tma_commit_group`; addresses, size and fences as in `bulk_load` and
+    `tma_store`.
+    """
+    _sixteens(source, size, 4 * int(j))
+    here = slice((int(source) - START) // 2, (int(source) - START + int(size)) // 2)
+
+    def write(found: Any) -> None:
+        for n, x in enumerate(found.view(np.float32)):
+            gpu.add(A, int(i), int(j) + n, x)
+
+    _leave(_Leaving(here, write))
+
+
+def _sixteens(*numbers: Any) -> None:
+    if any(int(x) % 16 for x in numbers):
+        raise RuntimeError(f"a bulk copy with {numbers}: expected multiples of 16 bytes")
 
 
 @instruction("cp.async.bulk.commit_group;")
@@ -187,5 +286,13 @@ def tma_commit_group() -> None:
 def tma_wait_group() -> None:
     """Until all groups of stores of this thread are done; "cp.async.bulk.wait_group"."""
     for group in thread().__dict__.pop("store_groups", []):
-        for copy in group:
-            copy()
+        for store in group:
+            store.finish()
+
+
+@instruction("cp.async.bulk.wait_group.read 0;")
+def tma_wait_group_read() -> None:
+    """Until all groups of stores of this thread have read shared memory: it may be overwritten."""
+    for group in thread().__dict__.get("store_groups", []):
+        for store in group:
+            store.take()

@@ -19,8 +19,8 @@ from .emulation import GARBAGE, element_bits, elements, thread, together
 
 __all__ = [
     "add_nothing", "copy_out", "cp_async", "cp_async_commit", "cp_async_wait", "cp_async_word",
-    "exp2", "ldmatrix", "ldmatrix_trans", "load_words", "mma", "pack", "reciprocal", "red_add",
-    "shuffle_xor", "store_pair", "store_two",
+    "exp2", "ldmatrix", "ldmatrix_trans", "load_eight", "load_two", "load_words", "mma", "opaque",
+    "pack", "reciprocal", "red_add", "shuffle_xor", "store_eight", "store_pair", "store_two",
 ]  # fmt: skip
 
 G, T = np.divmod(np.arange(32), 4)
@@ -217,6 +217,35 @@ def store_two(A: Any, i: Any, j: Any, x: Any, y: Any) -> None:
 def load_words(W: Any, w: Any, sm: Any, at: Any) -> None:
     """W[w : w + 4] = the eight 16-bit elements from sm[at] on, 16 bytes, in one instruction."""
     W[w : w + 4] = np.ascontiguousarray(sm[at : at + 8]).view(np.uint32)
+
+
+@instruction("mov.b32 {y}, {x};", y=Result(u32), x=u32)
+def opaque(x: Any) -> Any:
+    """x, but the compiler cannot tell: what follows from it in a loop is computed turn by turn.
+
+    Otherwise it would be computed once, before the loop, and stay in registers.
+    """
+    return x
+
+
+@instruction("ld.shared.v2.f32 {X}, [{source}];", X=Writes(f32, 2), source=Shared())
+def load_two(X: Any, x: Any, floats: Any, at: Any) -> None:
+    """X[x : x + 2] = floats[at : at + 2] of shared memory, in one instruction; at is even."""
+    X[x : x + 2] = floats[at : at + 2]
+
+
+@instruction("ld.global.cg.v4.b32 {W}, [{source}];", W=Writes(u32, 4), source=Global())
+def load_eight(W: Any, w: Any, A: Any, i: Any, j: Any) -> None:
+    """W[w : w + 4] = the eight 16-bit elements A[i, j : j + 8], past L1, in one instruction."""
+    found = np.array([A[int(i), int(j) + n] for n in range(8)], np.uint16)
+    W[w : w + 4] = found.view(np.uint32)
+
+
+@instruction("st.global.v4.b32 [{target}], {W};", target=Global(), W=Reads(u32, 4))
+def store_eight(A: Any, i: Any, j: Any, W: Any, w: Any) -> None:
+    """A[i, j : j + 8] = the eight 16-bit elements in W[w : w + 4], in one instruction."""
+    for n, x in enumerate(np.ascontiguousarray(W[w : w + 4]).view(np.uint16)):
+        A[int(i), int(j) + n] = x
 
 
 @cache

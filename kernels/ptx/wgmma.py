@@ -2,8 +2,9 @@
 
 `wgmma` only starts a product: a group of them runs by itself until it is waited for, and meanwhile
 neither its accumulators nor the registers and the shared memory that it reads may be touched. In
-the simulator it reads all of that at the wait, and its accumulators are NaN until then. The
-sections are those of the PTX ISA manual: "Asynchronous Warpgroup Level Matrix Instructions".
+the simulator it reads all of that at the wait, but may have read shared memory at once: what
+changed there is NaN, and until the wait so are its accumulators. The sections are those of the PTX
+ISA manual: "Asynchronous Warpgroup Level Matrix Instructions".
 
 A tile in shared memory is made of panels: 64 columns of 16-bit elements, so a row is 128 bytes,
 which are swizzled as `tma` leaves them; the rows of a panel follow each other, and it begins at a
@@ -19,12 +20,13 @@ import numpy as np
 
 from ..gpu import device, uint32, uint64
 from .base import Reads, Updates, f32, instruction, u32, u64
-from .emulation import elements, thread, together
+from .emulation import GARBAGE, elements, thread, together
 from .shared import START, memory, swizzled
 
 __all__ = [
     "PANEL", "ROW_BYTES", "accumulator", "descriptor", "pin",
-    "wgmma_commit_group", "wgmma_fence", "wgmma_registers", "wgmma_shared", "wgmma_wait_group",
+    "wgmma_columns", "wgmma_commit_group", "wgmma_fence", "wgmma_registers", "wgmma_shared",
+    "wgmma_wait_group",
 ]  # fmt: skip
 
 PANEL, ROW_BYTES = 64, 128  # columns of a panel, and bytes from row to row of it
@@ -88,8 +90,11 @@ class Described:
         return memory()[(swizzled(self.start + there) - START) // 2]
 
 
-def _start(D: Any, A: Any, b: Any, scale_d: Any, dtype: str, transposed: bool) -> None:
-    """Note a product of this thread; its accumulators are out of reach until the wait."""
+def _start(D: Any, A: Any, b: Any, scale_d: Any, dtype: str, transposed: tuple[bool, bool]) -> None:
+    """Note a product of this thread; its accumulators are out of reach until the wait.
+
+    transposed: whether A, and whether B, has in its rows what is summed over.
+    """
     mine = thread()
     if not mine.__dict__.get("fenced"):
         raise RuntimeError("wgmma: registers were touched since the last wgmma_fence")
@@ -98,18 +103,26 @@ def _start(D: Any, A: Any, b: Any, scale_d: Any, dtype: str, transposed: bool) -
         begun[id(D)] = D, D.copy()
         D[:] = np.nan
     mine.__dict__.setdefault("products", []).append((id(D), A, int(b), scale_d, dtype, transposed))
+    if mine.thread_id % 128 == 0:  # one for all: what it may read at once
+        there = [Described(int(b)).read(2 * len(D), transposed[1])]
+        if isinstance(A, int):
+            there.append(Described(A).read(64, transposed[0]))
+        mine.__dict__.setdefault("at once", []).append(there)
 
 
 def _multiply(given: list[Any]) -> list[Any]:
-    """What the accumulators of each thread become: (its products, its accumulators) of each."""
-    D = [list(held) for _, held in given]
-    for same in zip(*(products for products, _ in given), strict=True):
+    """What the accumulators of each thread become: (its products, its accumulators) of each.
+
+    And of the first, what its products may have read at once.
+    """
+    D = [list(held) for _, held, _ in given]
+    for at_once, *same in zip(given[0][2], *(products for products, *_ in given), strict=True):
         (which, A, b, scale_d, dtype, transposed), n = same[0], 2 * len(D[0][same[0][0]])
         in_shared = isinstance(A, int)
         if len({(p[0], p[1] if in_shared else 0, *p[2:]) for p in same}) > 1:
             raise RuntimeError("wgmma: the threads of a warpgroup have different operands")
         if in_shared:
-            left = _wide(Described(A).read(64, False), dtype)
+            left = _wide(Described(A).read(64, transposed[0]), at_once[1], dtype)
         else:
             left = np.empty((64, 16), np.float32)
             words = np.stack([array[first : first + 4] for array, first in (p[1] for p in same)])
@@ -118,13 +131,14 @@ def _multiply(given: list[Any]) -> list[Any]:
         total = np.zeros((64, n), np.float32)
         if scale_d:
             total[rows, columns] = np.stack([mine[which] for mine in D])
-        total += left @ _wide(Described(b).read(n, transposed), dtype).T
+        total += left @ _wide(Described(b).read(n, transposed[1]), at_once[0], dtype).T
         for mine, new in zip(D, total[rows, columns], strict=True):
             mine[which] = new
     return D
 
 
-def _wide(bits: Any, dtype: str) -> Any:
+def _wide(bits: Any, at_once: Any, dtype: str) -> Any:
+    bits[bits != at_once] = GARBAGE
     return elements(bits.view(np.uint32), dtype).reshape(bits.shape)
 
 
@@ -146,7 +160,7 @@ def wgmma_shared(n: int, dtype: str) -> Any:
     """
 
     def emulated(D: Any, d: Any, a: Any, b: Any, scale_d: Any) -> None:
-        _start(D, int(a), b, int(scale_d), dtype, False)
+        _start(D, int(a), b, int(scale_d), dtype, (False, False))
 
     emulated.__name__ = f"wgmma_shared_{n}_{dtype}"
     return instruction(
@@ -166,13 +180,30 @@ def wgmma_registers(n: int, dtype: str) -> Any:
     """
 
     def emulated(D: Any, d: Any, A: Any, first: Any, b: Any, scale_d: Any) -> None:
-        _start(D, (A, int(first)), b, int(scale_d), dtype, True)
+        _start(D, (A, int(first)), b, int(scale_d), dtype, (False, True))
 
     emulated.__name__ = f"wgmma_registers_{n}_{dtype}"
     return instruction(
         _text(n, dtype, "{A}", "1, 1, 1"),
         D=Updates(f32, n // 2), A=Reads(u32, 4), b=u64, scale_d=u32,
     )(emulated)  # fmt: skip
+
+
+@cache
+def wgmma_columns(n: int, dtype: str) -> Any:
+    """wgmma_columns(D, 0, a, b, add): as `wgmma_shared`, but D = Aᵀ B, or D += Aᵀ B.
+
+    A (16, 64) and B (16, n) have in their rows what is summed over, as B of wgmma_registers has;
+    sixteen rows further is 2048 bytes further in both.
+    """
+
+    def emulated(D: Any, d: Any, a: Any, b: Any, scale_d: Any) -> None:
+        _start(D, int(a), b, int(scale_d), dtype, (True, True))
+
+    emulated.__name__ = f"wgmma_columns_{n}_{dtype}"
+    return instruction(
+        _text(n, dtype, "{a}", "1, 1, 1, 1"), D=Updates(f32, n // 2), a=u64, b=u64, scale_d=u32
+    )(emulated)
 
 
 @instruction("wgmma.fence.sync.aligned;")
@@ -202,7 +233,10 @@ def wgmma_wait_group(pending: int) -> Any:
         del groups[: len(done)]
         names = list(begun)
         products = [(names.index(D), *rest) for group in done for D, *rest in group]
-        held = together(128, "wgmma", (products, [x for _, x in begun.values()]), _multiply)
+        at_once = mine.get("at once", [])[: len(products)]
+        mine["at once"] = mine.get("at once", [])[len(products) :]
+        given = products, [x for _, x in begun.values()], at_once
+        held = together(128, "wgmma", given, _multiply)
         flying = {D for group in groups for D, *_ in group}
         for D, new in zip(names, held, strict=True):
             array, _ = begun[D]
