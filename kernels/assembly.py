@@ -18,6 +18,7 @@ from . import (
     flash2_two_kernels,
     gpu,
     hopper,
+    hopper_backward,
     launch,
     load_only,
     masks,
@@ -71,7 +72,7 @@ def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, An
         "flash2": (lambda: flash2.flash_attention_2(tile, f), (A, A, A, A, L, i, *R)),
         "flash1": (lambda: flash1.flash_attention_1(tile, f), (A, A, A, F, L, L, *R)),
         "scores": (lambda: standard.scores(tile, f), (A, A, F, *R)),
-        "softmax": (lambda: standard.softmax(rows, True), (F, F, L)),
+        "softmax": (lambda: standard.softmax(rows, 4), (F, F, L)),
         "values": (lambda: standard.values(tile, f), (F, A, A, *R)),
         "split": (lambda: flash2.flash_attention_2(tile, partial), (A, A, A, F, L, i, *R)),
         "merge": (lambda: split_kv.merge(8, rows, f.dtype), (F, L, A, L)),
@@ -105,7 +106,7 @@ def report(name: str, d: int, arch: str, **features: Any) -> dict[str, int]:
     function, signature, tile = kernel_and_types(name, d, masks.Features(**features))
     one_row = name in ("softmax", "merge", "D")
     threads = gpu.ROW_THREADS if one_row else tile.threads
-    return {"threads": threads, **gpu.compiled(function, signature, arch)}
+    return {"threads": threads, **gpu.linked(function, signature, arch)}
 
 
 def hopper_report(
@@ -117,10 +118,24 @@ def hopper_report(
     return {"threads": tile.threads, **gpu.linked(function, hopper.signature(f), "sm_90a")}
 
 
+def hopper_backward_report(Br: int, Bc: int, d: int, **features: Any) -> dict[str, int]:
+    """The same of the backward kernel; shared_out: registers of a thread of each warpgroup."""
+    tile, f = hopper_backward.BackwardTile(Br, Bc, d), masks.Features(**features)
+    function = hopper_backward.flash_attention_3_backward(tile, f)
+    said = gpu.linked(function, hopper_backward.signature(f), "sm_90a")
+    shared_out = tile.registers[0] + tile.consumers * tile.registers[1]
+    return {"threads": tile.threads, "shared_out": shared_out, **said}
+
+
 if __name__ == "__main__":
     for width in (64, 128, 256):
         for kernel_name in NAMES if width < 256 else [n for n in NAMES if n not in TENSOR_CORES]:
+            band = kernel_name in TENSOR_CORES
             for architecture in ("sm_80", "sm_90a"):
-                print(width, kernel_name, architecture, report(kernel_name, width, architecture))
+                said = report(kernel_name, width, architecture, band=band)
+                print(width, kernel_name, architecture, said)
     for sizes in ((192, 128, 64), (128, 128, 128), (128, 112, 192), (128, 80, 256)):
         print(sizes, "hopper", "sm_90a", hopper_report(*sizes, dtype="float16", band=True))
+    for sizes in ((128, 128, 64), (64, 128, 128)):
+        said = hopper_backward_report(*sizes, dtype="float16", band=True)
+        print(sizes, "hopper_backward", "sm_90a", said)

@@ -18,7 +18,7 @@ def arrangement(tile: Tile) -> dict[str, int]:
     Columns beyond d are read past the end of V_j and thrown away, so what follows it, P_ij and Q_i,
     may not change while others still multiply; O_i does.
     """
-    place = Layout()
+    place = Layout(tile.TX)
     return {
         "Kj": place.place(tile.Bc, tile.LD),
         "Vj": place.place(tile.Bc, tile.LD),
@@ -43,7 +43,7 @@ def flash_attention_1(tile: Tile, f: Features) -> Any:
     """
     Br, Bc, d, RM, RN, RD = tile.Br, tile.Bc, tile.d, tile.RM, tile.RN, tile.RD
     TY, TX, LD, LP, threads = tile.TY, tile.TX, tile.LD, tile.LP, tile.threads
-    RM4, RMN, RMD = 4 * RM, RM * RN, RM * RD
+    RM4, RMN, RMD, RS = 4 * RM, RM * RN, RM * RD, -(-Br // threads)
     at = arrangement(tile)
     sQ, sK, sV, sO, sP = at["Qi"], at["Kj"], at["Vj"], at["Oi"], at["Pij"]
     sMax, sSum, sl, sm_ = at["maxima"], at["sums"], at["li"], at["mi"]
@@ -70,6 +70,8 @@ def flash_attention_1(tile: Tile, f: Features) -> Any:
         Sij = cuda.local.array(RMN, float32)
         PVij = cuda.local.array(RMD, float32)
         m_ij = cuda.local.array(RM, float32)
+        l_i = cuda.local.array(RS, float32)
+        m_i = cuda.local.array(RS, float32)
 
         for e in range(tid, Nq * d, threads):  # line 2
             Oh[e // d, e % d] = float32(0)
@@ -90,15 +92,20 @@ def flash_attention_1(tile: Tile, f: Features) -> Any:
                     bad = cuda.syncthreads_or(1 if bad else 0) != 0
             for i0 in range(i_any, Nq, Br):  # line 7
                 if visited(i0, j0, Nq, Nk, lo, hi, b, keys, layout):
-                    load_Q(Qh, i0, Nq, sm, sQ, tid)  # line 8
+                    for n in range(RS):  # line 8; l and m are under way with what follows
+                        r = tid + n * threads
+                        l_i[n] = float32(0)
+                        m_i[n] = -float32(float("inf"))
+                        if r < Br and i0 + r < Nq:
+                            l_i[n] = load(lh, uint32(h), uint32(i0 + r))
+                            m_i[n] = load(mh, uint32(h), uint32(i0 + r))
+                    load_Q(Qh, i0, Nq, sm, sQ, tid)
                     load_O(Oh, i0, Nq, sm, sO, tid)
-                    for r in range(tid, Br, threads):
-                        if i0 + r < Nq:
-                            sm[sl + r] = load(lh, uint32(h), uint32(i0 + r))
-                            sm[sm_ + r] = load(mh, uint32(h), uint32(i0 + r))
-                        else:
-                            sm[sl + r] = float32(0)
-                            sm[sm_ + r] = -float32(float("inf"))
+                    for n in range(RS):
+                        r = tid + n * threads
+                        if r < Br:
+                            sm[sl + r] = l_i[n]
+                            sm[sm_ + r] = m_i[n]
                     if has_mask:
                         load_mask(mask[b, h], i0, j0, Nq, Nk, sm, sP, LP, 1, tid)
                     cuda.syncthreads()

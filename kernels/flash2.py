@@ -14,7 +14,7 @@ from .tiles import Layout, Tile
 
 def arrangement(tile: Tile) -> dict[str, int]:
     """Where in shared memory the tiles lie, and how many bytes that takes."""
-    place = Layout()
+    place = Layout(tile.TX)
     return {
         "Qi": place.place(tile.Br, tile.LD),
         "Kj": place.place(tile.Bc, tile.LD),

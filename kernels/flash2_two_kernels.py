@@ -19,7 +19,7 @@ from .tiles import Layout, Tile
 
 def queries_arrangement(tile: Tile) -> dict[str, int]:
     """Where in shared memory the tiles of `queries` lie: Q and dO stay, K and V pass."""
-    place = Layout()
+    place = Layout(tile.TX)
     return {
         "Qi": place.place(tile.Br, tile.LD),
         "dOi": place.place(tile.Br, tile.LD),

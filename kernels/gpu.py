@@ -27,7 +27,6 @@ __all__ = [
     "SharedMemoryError",
     "add",
     "available",
-    "compiled",
     "compute_capability",
     "cuda",
     "device",
@@ -46,6 +45,7 @@ __all__ = [
     "shared_memory_bytes",
     "store4",
     "store_four",
+    "syncwarp",
     "types",
     "uint32",
     "uint64",
@@ -67,11 +67,13 @@ def device(function: Any) -> Any:
     return cuda.jit(device=True, inline="always")(function)
 
 
-def kernel(threads: int) -> Any:
+def kernel(threads: int, blocks: int = 0) -> Any:
     """The decorator of a kernel that is launched with so many threads a block.
 
     The assembler must know: for want of it, it saves registers and keeps fewer loads under way.
-    Once compiled, a kernel is kept on disk (see cache).
+    blocks: how many a multiprocessor is to have at a time, if it matters: where `setmaxnreg` shares
+    registers out anew, the assembler must know how many a thread begins with. Once compiled, a
+    kernel is kept on disk (see cache).
     """
 
     def decorate(function: Any) -> Any:
@@ -79,9 +81,10 @@ def kernel(threads: int) -> Any:
             return cuda.jit(function)
         from .cache import KernelCache
 
-        made = cuda.jit(launch_bounds=threads)(function)
+        bounds = (threads, blocks) if blocks else threads
+        made = cuda.jit(launch_bounds=bounds)(function)
         with contextlib.suppress(RuntimeError):  # there is no folder to keep it in
-            made._cache = KernelCache(function, threads)
+            made._cache = KernelCache(function, bounds)
         return made
 
     return decorate
@@ -115,6 +118,9 @@ if SIMULATED:
         """A[i, j] += x, whoever else adds to it at the same time; in which order is left open."""
         with _adding:
             A[i, j] += x
+
+    def syncwarp() -> None:
+        """What comes before it, a thread has begun before what comes after it."""
 
     def load4(sm: Any, i: Any) -> Any:
         """Four consecutive floats of shared memory; i is a multiple of 4."""
@@ -235,6 +241,11 @@ else:
         """A[i, j] += x, whoever else adds to it at the same time; in which order is left open."""
         cuda.atomic.add(A, (i, j), x)
 
+    @device
+    def syncwarp():
+        """What comes before it, a thread has begun before what comes after it."""
+        cuda.syncwarp()
+
     @intrinsic
     def load4(typingctx, sm, i):
         """Four consecutive floats of shared memory in one instruction; i is a multiple of 4."""
@@ -332,14 +343,18 @@ def available() -> str:
 
 
 @cache
-def _allow(function: Any, signature: Any, shared_bytes: int, context: int) -> None:
-    """Let a compiled kernel have more than the 48 KB of shared memory that it gets unasked."""
+def _allow(function: Any, signature: Any, context: int) -> None:
+    """Let a compiled kernel have all shared memory that a block may, not the 48 KB it has unasked.
+
+    Once for every launch: what a smaller one asked for would be too little for a larger one.
+    """
     from numba.cuda.cudadrv import driver
     from numba.cuda.cudadrv.driver import binding
 
     loaded = function.overloads[signature]._codelibrary.get_cufunc()
     attribute = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    driver.driver.cuKernelSetAttribute(attribute, shared_bytes, loaded.handle, loaded.device.id)
+    most = shared_memory_bytes()
+    driver.driver.cuKernelSetAttribute(attribute, most, loaded.handle, loaded.device.id)
 
 
 def launch(
@@ -354,22 +369,28 @@ def launch(
     if shared_bytes > 48 * 1024:
         signature = tuple(function.typeof_pyval(a) for a in args)
         function.compile(signature)
-        _allow(function, signature, shared_bytes, cuda.current_context().device.id)
+        _allow(function, signature, cuda.current_context().device.id)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumbaPerformanceWarning)  # small grids are fine
         function[grid, threads, cuda.external_stream(stream) if stream else 0, shared_bytes](*args)
 
 
 @cache
-def _ptx(function: Any, signature: Any) -> str:
-    """PTX for compute capability 8.0, which later ones assemble too."""
+def _ltoir(function: Any, signature: Any) -> bytes:
+    """What is linked, for compute capability 8.0, and by later ones with the same result."""
     bounds = function.targetoptions["launch_bounds"]
-    void = types.void(*signature)
-    return str(cuda.compile_ptx(function.py_func, void, cc=(8, 0), launch_bounds=bounds)[0])
+    code, _ = cuda.compile(
+        function.py_func, types.void(*signature), device=False, abi="numba", output="ltoir",
+        cc=(8, 0), launch_bounds=bounds,
+    )  # fmt: skip
+    return bytes(code)
 
 
-def compiled(function: Any, signature: Any, arch: str) -> dict[str, int]:
+def linked(function: Any, signature: Any, arch: str) -> dict[str, int]:
     """Compile and assemble a kernel without a GPU: what the assembler says of it.
+
+    By link-time optimisation, as a launch does: an assembler that is given PTX orders loads another
+    way, which takes other registers, and does not follow `setmaxnreg`.
 
     Parameters
     ----------
@@ -381,33 +402,15 @@ def compiled(function: Any, signature: Any, arch: str) -> dict[str, int]:
     Returns
     -------
     dict
-        registers (a thread), spill_bytes, stack_bytes (local memory), and wide_floats, the
-        instructions on float64: a Python literal that widens what should be float32.
+        registers (a thread), spill_bytes, stack_bytes (local memory), wide_floats, the instructions
+        on float64 (a Python literal that widens what should be float32), and warnings: how often it
+        says that it did not do as it was told, as when it waits for each `wgmma` before the next.
     """
+    import re
+
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    ptx = _ptx(function, signature)
-    options = LinkerOptions(arch=arch, ptxas_options=["-v"])
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
-    linker.link("cubin")
-    return _said(linker.get_info_log(), ptx)
-
-
-def linked(function: Any, signature: Any, arch: str) -> dict[str, int]:
-    """As `compiled`, but for one architecture and by link-time optimisation, as a launch is.
-
-    Only so, with the whole program before it, does the assembler follow `setmaxnreg`. Besides, in
-    the answer, warnings: how often it says that it did not do as it was told, as when it waits for
-    each `wgmma` before the next.
-    """
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
-    numbers = arch.removeprefix("sm_")
-    cc = (int(numbers[0]), int(numbers[1]), numbers[2:])
-    code, _ = cuda.compile(
-        function.py_func, types.void(*signature), device=False, abi="numba", output="ltoir",
-        cc=cc if cc[2] else cc[:2], launch_bounds=function.targetoptions["launch_bounds"],
-    )  # fmt: skip
+    code = _ltoir(function, signature)
     made: dict[str, Any] = {}
     for kind in ("ptx", "cubin"):
         options = LinkerOptions(
@@ -418,12 +421,7 @@ def linked(function: Any, signature: Any, arch: str) -> dict[str, int]:
         )
         linker = Linker(ObjectCode.from_ltoir(code), options=options)
         made[kind], log = linker.link(kind).code, linker.get_info_log()
-    return {**_said(log, made["ptx"].decode()), "warnings": log.count("Potential Performance Loss")}
-
-
-def _said(log: str, ptx: str) -> dict[str, int]:
-    """What the assembler reports, as `compiled` returns it."""
-    import re
+    ptx = made["ptx"].decode()
 
     def number(pattern: str) -> int:
         return sum(map(int, re.findall(pattern, log)))
@@ -433,4 +431,5 @@ def _said(log: str, ptx: str) -> dict[str, int]:
         "spill_bytes": number(r"(\d+) bytes spill"),
         "stack_bytes": number(r"(\d+) bytes stack"),
         "wide_floats": len(re.findall(r"\.f64", ptx)),
+        "warnings": log.count("Potential Performance Loss"),
     }

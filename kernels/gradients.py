@@ -11,7 +11,19 @@ from typing import Any
 
 from . import masks, tiles
 from .dropout import kept
-from .gpu import cuda, device, exp2, float32, int32, kernel, load, narrow, uint32
+from .gpu import (
+    cuda,
+    device,
+    exp2,
+    float32,
+    in_fours,
+    int32,
+    kernel,
+    load,
+    narrow,
+    store_four,
+    uint32,
+)
 from .masks import Features
 from .tiles import Layout, Tile
 
@@ -21,7 +33,7 @@ def arrangement(tile: Tile, output: bool = False) -> dict[str, int]:
 
     `scores` holds P or dS, either way up; L and D are statistics of the queries.
     """
-    place = Layout()
+    place = Layout(tile.TX)
     return {
         "Kj": place.place(tile.Br, tile.LD),
         "Vj": place.place(tile.Br, tile.LD),
@@ -145,6 +157,7 @@ def transposed_times(tile: Tile, f: Features, output: bool = False) -> Any:
 @cache
 def zeros(rows: int, d: int, threads: int) -> Any:
     """A = 0 for A (batch, heads, N, d) in float32, a block for each group of rows."""
+    fours, row = d % 4 == 0, max(1, d // 4)
 
     @kernel(threads)
     def backward_zeros(A):
@@ -152,10 +165,14 @@ def zeros(rows: int, d: int, threads: int) -> Any:
         H, N = A.shape[1], A.shape[2]
         Tr = (N + rows - 1) // rows
         i0, bh = cuda.blockIdx.x % Tr * rows, cuda.blockIdx.x // Tr
-        Ah = A[bh // H, bh % H]
-        for e in range(tid, min(rows, N - i0) * d, threads):
-            r = int32(uint32(e) // uint32(d))
-            Ah[i0 + r, int32(uint32(e) % uint32(d))] = float32(0)
+        Ah, zero = A[bh // H, bh % H], float32(0)
+        if fours and in_fours(Ah):
+            for e in range(tid, min(rows, N - i0) * row, threads):
+                r, c = uint32(e) // uint32(row), uint32(e) % uint32(row)
+                store_four(Ah, uint32(i0 + r), uint32(4 * c), (zero, zero, zero, zero))
+        else:
+            for e in range(tid, min(rows, N - i0) * d, threads):
+                Ah[i0 + int32(uint32(e) // uint32(d)), int32(uint32(e) % uint32(d))] = zero
 
     return backward_zeros
 

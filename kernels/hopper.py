@@ -5,6 +5,11 @@ each and compute. Between them are mbarriers: a place for a tile is full once it
 and empty again once every consumer is done with it. A consumer asks for S of tile j and for O of
 tile j - 1 in one go, and computes the softmax of tile j while O is still under way: exponentials
 and matrix products overlap within a warpgroup, not only across warpgroups.
+
+There are as many blocks as multiprocessors. A block takes one tile of queries after the other, and
+the producer is ahead: it loads for the next while the consumers finish the last. A consumer leaves
+out the key tiles of which its own 64 queries see nothing. With a mask, 0 times inf must not count,
+so the producer's other warps look through the values of border tiles, before they are used.
 """
 
 from __future__ import annotations
@@ -25,19 +30,27 @@ from .ptx.mbarrier import (
     mbarrier_wait,
 )
 from .ptx.shared import fence_proxy_async, shared_address
-from .ptx.tma import tensor_maps, tma_commit_group, tma_load, tma_store, tma_wait_group
-from .ptx.warp import reciprocal
+from .ptx.tma import (
+    fence_tensor_map,
+    tensor_maps,
+    tma_commit_group,
+    tma_load,
+    tma_store,
+    tma_wait_group,
+    tma_wait_group_read,
+)
+from .ptx.warp import opaque, reciprocal
 from .ptx.warpgroup import (
     bar_arrive,
-    bar_red_or,
     bar_sync,
     setmaxnreg_dec,
     setmaxnreg_inc,
 )
 from .ptx.wgmma import PANEL, ROW_BYTES, descriptor, pin, wgmma_wait_group
 from .warp_tiles import row_sum
-from .warpgroup_tiles import ALIGNED, ROWS, WARPGROUP, WarpgroupTile
+from .warpgroup_tiles import ALIGNED, ROWS, WARPGROUP, WORDS, WarpgroupTile
 
+NONE = -1  # no item of work is left
 L2_BYTES = 32 << 20  # for the K and V of a section: an H100 has 50 MB, and Q and O pass through too
 
 
@@ -46,7 +59,8 @@ def signature(f: Features) -> tuple[Any, ...]:
     tensor_map, L = types.Array(types.uint8, 1, "C"), types.Array(types.float32, 3, "C")
     O = types.Array(types.float32, 4, "C") if f.output else tensor_map
     i, u = types.int32, types.uint32
-    return (*[tensor_map] * 3, O, L, i, i, i, types.float32, u, u, u, i)
+    counter = types.Array(u, 1, "C")
+    return (*[tensor_map] * 3, O, L, counter, i, i, i, types.float32, u, u, u, i)
 
 
 def arguments(
@@ -61,12 +75,13 @@ def arguments(
     section = min(max(1, L2_BYTES // of_a_head) * group, L.shape[0] * L.shape[1])
     Nk, lo, hi, span = np.array([p.Nk, lo, hi, span], np.int32)
     counts = np.array([group, max(1, section), p.batch], np.uint32)
-    return (*maps, *([O] if f.output else []), L, Nk, lo, hi, scale, *counts, span)
+    counter = cuda.to_device(np.zeros(2, np.uint32))
+    return (*maps, *([O] if f.output else []), L, counter, Nk, lo, hi, scale, *counts, span)
 
 
 @device
-def turn(block, Tr, heads, section):
-    """(query tile, head) of a block: the heads of a section together, the last tiles first.
+def in_order(block, Tr, heads, section):
+    """(query tile, head) of an item of work: the heads of a section together, the last tiles first.
 
     With a causal mask the last tiles are the longest, and a GPU is done soonest if it begins with
     them. The heads of a section are so few that their keys and values stay in the L2.
@@ -79,22 +94,28 @@ def turn(block, Tr, heads, section):
 
 @cache
 def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
-    """Algorithm 2 of Shah et al. 2024 (arXiv:2407.08608), a block for each tile of queries.
+    """Algorithm 2 of Shah et al. 2024 (arXiv:2407.08608), by blocks that take turns of work.
 
     Q, O (batch, heads, Nq, d) and K, V (batch, key heads, Nk, d) are tensor maps, of boxes of 64
     and of Bc rows; the kernel's d is a multiple of 64, and columns beyond the tensor's are 0. L
     (batch, heads, Nq) is the logsumexp. scale > 0 has a factor of log2(e). P is rounded to the type
-    of V. A block walks at most `span` keys: all of them, or a part; then O, a float32 array, and L
-    have a batch for each part.
+    of V. A tile of queries walks at most `span` keys: all of them, or a part; then O, a float32
+    array, and L have a batch for each part. counter (2,): 0 before and after.
     """
     Br, Bc, d, stages, consumers = tile.Br, tile.Bc, tile.d, tile.stages, tile.consumers
     Q_bytes, KV_bytes, ping_pong = tile.Q_bytes, tile.KV_bytes, tile.ping_pong and consumers > 1
     Q_panel, KV_panel, box = ROW_BYTES * Br, ROW_BYTES * Bc, ROW_BYTES * ROWS  # bytes
     RS, RP, RO = Bc // 2, Bc // 4, d // 2  # registers of S, P and O
     ln2, banded, wide, shares = 1 / LOG2E, f.band, bool(f.output), consumers > 1
-    full_K, full_V, empty_K, empty_V = (8 * (1 + n * stages) for n in range(4))  # after Q's
-    turns, written, looked = 1, 1 + consumers, 1 + 2 * consumers  # named barriers
-    pair, computing = 2 * WARPGROUP, consumers * WARPGROUP  # threads
+    K_at, V_at, O_at = Q_bytes, Q_bytes + stages * KV_bytes, tile.O_at  # bytes from Q on
+    full_Q, empty_Q = tile.bars_at, tile.bars_at + 8
+    full_K, full_V, empty_K, empty_V, looked_V = (
+        tile.bars_at + 8 * (2 + n * stages) for n in range(5)
+    )
+    words_at = tile.bars_at + 8 * tile.mbarriers
+    turns, written, cleared, looked = 1, 1 + consumers, 1 + 2 * consumers, 2 + 2 * consumers
+    pair, computing, looking = 2 * WARPGROUP, consumers * WARPGROUP, WARPGROUP - 32  # threads
+    lookers, early = 1 if banded else 0, wide or O_at > 0  # early: Q_i may go before O_i has left
 
     give_up, take = setmaxnreg_dec(tile.registers[0]), setmaxnreg_inc(tile.registers[1])
     load_KV = warpgroup_tiles.load(Bc, d)
@@ -102,9 +123,9 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     start_O = warpgroup_tiles.rows_by_columns(Bc, d, f.dtype)
     all_but_one, all_products = wgmma_wait_group(1), wgmma_wait_group(0)
     have_S, have_O = pin(RS), pin(RO)
-    partial, mask = warpgroup_tiles.partial(Bc, banded), warpgroup_tiles.mask(Bc, banded)
+    mask_after, mask_before = warpgroup_tiles.mask_after(Bc), warpgroup_tiles.mask_before(Bc)
     softmax, rounded = warpgroup_tiles.softmax(Bc), warpgroup_tiles.rounded(Bc, f.dtype)
-    not_finite = warpgroup_tiles.not_finite(Bc, d, computing, f.dtype)
+    not_finite = warpgroup_tiles.not_finite(Bc, d, looking, f.dtype)
     add_not_finite = warpgroup_tiles.add_not_finite(Bc, d, f.dtype)
     clear_not_finite = warpgroup_tiles.clear_not_finite(Bc, d, computing, f.dtype)
     rescale, put = warpgroup_tiles.rescale(d), warpgroup_tiles.put(Br, d, f.dtype)
@@ -120,96 +141,258 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         return uint32(uint32(n) // uint32(stages) % uint32(2))
 
     @device
-    def bar_of(bars, which, n):
-        return uint32(bars + uint32(which) + uint32(8 * stage(n)))
+    def bar(base, which, n):
+        return uint32(base + uint32(uint32(which) + uint32(8 * stage(n))))
 
     @device
-    def tile_at(first, n):
-        return uint32(first + uint32(stage(n) * KV_bytes))
+    def tile_at(base, first, n):
+        return uint32(base + uint32(uint32(first) + uint32(stage(n) * KV_bytes)))
 
     @device
-    def wait_until_full(bars, which, n):
-        mbarrier_wait(bar_of(bars, which, n), parity(n))
+    def wait_until_full(base, which, n):
+        mbarrier_wait(bar(base, which, n), parity(n))
 
     @device
-    def wait_until_empty(bars, which, n):
-        mbarrier_wait(bar_of(bars, which, n), uint32(1 - parity(n)))  # by then the tile before left
+    def wait_until_empty(base, which, n):
+        mbarrier_wait(bar(base, which, n), uint32(1 - parity(n)))  # by then the tile before left
 
     @device
-    def produce(Q, K, V, sQ, sK, sV, bars, i0, h, key_head, b, j_first, Tc):
-        mbarrier_expect_tx(bars, Q_bytes)  # load Q_i
-        for c in range(d // PANEL):
-            for w in range(consumers):
-                to = uint32(sQ + uint32(c * Q_panel + w * box))
-                tma_load(to, Q, PANEL * c, i0 + ROWS * w, h, b, bars)
-        for n in range(Tc):
-            j0 = uint32((j_first + n) * Bc)
-            wait_until_empty(bars, empty_K, n)  # load K_j, V_j
-            load_KV(tile_at(sK, n), K, j0, key_head, b, bar_of(bars, full_K, n))
-            wait_until_empty(bars, empty_V, n)
-            load_KV(tile_at(sV, n), V, j0, key_head, b, bar_of(bars, full_V, n))
+    def element(sm, address):
+        """The index of an address in shared memory, of 16-bit elements."""
+        return uint32(uint32(address - shared_address(sm, 0)) // uint32(2))
+
+    @device
+    def told_at(sm, base, turn):
+        """Where it says what to do in a turn, in 32-bit words: three turns are kept."""
+        first = uint32(base + uint32(words_at) - shared_address(sm, 0))
+        return uint32(uint32(first // uint32(4)) + uint32(uint32(turn % uint32(3)) * uint32(WORDS)))
+
+    @device
+    def seen_at(sm, base, n):
+        """Where it says which tile was seen to have inf or NaN, in the stage of the n-th."""
+        first = uint32(base + uint32(words_at + 12 * WORDS) - shared_address(sm, 0))
+        return uint32(uint32(first // uint32(4)) + stage(n))
+
+    @device
+    def seen_from(i0, rows, j_first, j_stop, Nq, lo, hi):
+        """(first, stop): those of key tiles j_first to j_stop of which some rows see something."""
+        i_stop = min(int32(i0 + rows), int32(Nq))
+        if banded:
+            j_first = max(int32(j_first), int32(max(int32(0), int32(i0 + lo)) // Bc))
+            j_stop = min(int32(j_stop), int32(max(int32(0), int32(i_stop + hi + (Bc - 1))) // Bc))
+        if j_first >= j_stop or i0 >= i_stop:
+            j_first, j_stop = int32(0), int32(0)
+        return uint32(j_first), uint32(j_stop)
+
+    @device
+    def before_band(i0, rows, j0, lo):
+        """Whether some key of a tile is before all that one of some rows sees."""
+        return banded and int32(j0) < int32(i0 + (rows - 1) + lo)
+
+    @device
+    def after_band(i0, j0, hi):
+        """Whether some key of a tile is after all that the first of some rows sees."""
+        return banded and int32(j0 + (Bc - 1)) > int32(i0 + hi)
 
     @device
     def border(i0, j0, lo, hi):
         """Whether the band masks a score of the block's rows and a key tile."""
-        return banded and (j0 < i0 + Br - 1 + lo or j0 + Bc - 1 > i0 + hi)
+        return before_band(i0, Br, j0, lo) or after_band(i0, j0, hi)
 
     @device
-    def set_aside(sm, at, O, i, lo, hi, tid):
+    def tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span):
+        """What to do in a turn: first what has the block's number, then what is next."""
+        item = uint32(cuda.blockIdx.x)
+        if turn > 0:
+            item = uint32(uint32(cuda.gridDim.x) + cuda.atomic.add(counter, 0, uint32(1)))
+        H, Nq = uint32(L.shape[1]), uint32(L.shape[2])
+        Tr = uint32(uint32(Nq + uint32(Br - 1)) // uint32(Br))
+        heads, told = uint32(L.shape[0] * H), told_at(sm, base, turn)
+        if item >= uint32(Tr * heads):
+            words[told] = NONE
+        else:
+            i, bh = in_order(item, Tr, heads, section)
+            i0, h, part_b = int32(i * Br), uint32(bh % H), uint32(bh // H)
+            part = uint32(part_b // batch)
+            j_stop = int32(int32(min(Nk, int32((part + 1) * span)) + (Bc - 1)) // Bc)
+            first, stop = seen_from(i0, Br, int32(part * span) // Bc, j_stop, Nq, lo, hi)
+            words[told] = i0
+            words[told + 1] = h
+            words[told + 2] = part_b
+            words[told + 3] = first
+            words[told + 4] = stop
+            words[told + 5] = h // group
+            words[told + 6] = part_b % batch
+
+    @device
+    def produce(Q, K, V, L, counter, sm, words, base, Nk, lo, hi, group, section, batch, span):
+        """One thread asks for the tiles of one turn of work after the other."""
+        full = uint32(base + uint32(full_Q))
+        fence_tensor_map(Q)
+        fence_tensor_map(K)
+        fence_tensor_map(V)
+        turn, before = uint32(0), uint32(0)  # key tiles before this turn's
+        tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span)
+        while True:
+            mbarrier_wait(uint32(base + uint32(empty_Q)), uint32(1 - turn % uint32(2)))
+            told = told_at(sm, base, turn)
+            i0, h, first, stop = words[told], words[told + 1], words[told + 3], words[told + 4]
+            key_head, b = words[told + 5], words[told + 6]
+            if i0 == NONE:
+                break
+            mbarrier_expect_tx(full, Q_bytes)  # load Q_i
+            for c in range(d // PANEL):
+                for w in range(consumers):
+                    to = uint32(base + uint32(c * Q_panel + w * box))
+                    tma_load(to, Q, PANEL * c, i0 + ROWS * w, h, b, full)
+            last = uint32(before + stop - first)
+            for c in range(int32(before), int32(last)):
+                n = opaque(uint32(c))  # what steps of the loop share would take registers
+                j0 = uint32((first + c - before) * Bc)
+                wait_until_empty(base, empty_K, n)  # load K_j, V_j
+                load_KV(tile_at(base, K_at, n), K, j0, key_head, b, bar(base, full_K, n))
+                wait_until_empty(base, empty_V, n)
+                load_KV(tile_at(base, V_at, n), V, j0, key_head, b, bar(base, full_V, n))
+                if n == before:  # for the next turn, while these are under way
+                    then = uint32(turn + 1)
+                    tell(sm, words, base, then, counter, L, Nk, lo, hi, group, section, batch, span)
+            before, turn = last, uint32(turn + 1)
+            if first == stop:
+                tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span)
+        mbarrier_arrive(full)
+        if cuda.atomic.add(counter, 1, uint32(1)) == uint32(cuda.gridDim.x) - uint32(1):
+            counter[0] = 0  # for the next launch
+            counter[1] = 0
+
+    @device
+    def look(sm, words, base, lo, hi):
+        """The other warps see whether there is inf or NaN in the values of a border tile."""
+        mine = uint32(uint32(cuda.threadIdx.x) % uint32(WARPGROUP) - uint32(32))
+        turn, before = uint32(0), uint32(0)
+        while True:
+            mbarrier_wait(uint32(base + uint32(full_Q)), uint32(turn % uint32(2)))
+            told = told_at(sm, base, turn)
+            i0, first, stop = int32(words[told]), words[told + 3], words[told + 4]
+            bar_sync(looked, looking)
+            if mine == 0:
+                mbarrier_arrive(uint32(base + uint32(empty_Q)))
+            if i0 == NONE:
+                break
+            j0, last = int32(first * Bc), uint32(before + stop - first)
+            for c in range(int32(before), int32(last)):
+                n = opaque(uint32(c))
+                wait_until_full(base, full_V, n)
+                V_j = element(sm, tile_at(base, V_at, n))
+                if border(i0, j0, lo, hi) and not_finite(sm, V_j, mine) != 0:
+                    words[seen_at(sm, base, n)] = int32(n + 1)
+                bar_sync(looked, looking)
+                if mine == 0:
+                    mbarrier_arrive(bar(base, looked_V, n))
+                    mbarrier_arrive(bar(base, empty_V, n))
+                j0 = int32(j0 + Bc)
+            before, turn = last, uint32(turn + 1)
+
+    @device
+    def row_within(thread):
+        """A thread's first row, of those of its warpgroup; the other is 8 further."""
+        w, lane = uint32(thread % uint32(WARPGROUP) // uint32(32)), uint32(thread % uint32(32))
+        return int32(16 * w + lane // uint32(4))
+
+    @device
+    def set_aside(sm, words, base, n, O, i, lo, hi):
         """Of a V_j with inf or NaN, these go to O where they are seen, and 0 is left of them.
 
-        i: the thread's first row, from the tile's first key on. By all consumers together.
+        i: the warpgroup's first row, from the tile's first key on. By all consumers together.
         """
-        if bar_red_or(looked, computing, not_finite(sm, at, tid)) != 0:
-            add_not_finite(sm, at, O, int32(i + lo), int32(i + hi))
-            bar_sync(looked, computing)
-            clear_not_finite(sm, at, tid)
+        wait_until_full(base, looked_V, n)
+        if words[seen_at(sm, base, n)] == int32(n + 1):
+            at, thread = element(sm, tile_at(base, V_at, n)), opaque(uint32(cuda.threadIdx.x))
+            row = int32(i + row_within(thread))
+            add_not_finite(sm, at, O, int32(row + lo), int32(row + hi))
+            bar_sync(cleared, computing)
+            clear_not_finite(sm, at, thread)
             fence_proxy_async()
-            bar_sync(looked, computing)
+            bar_sync(cleared, computing)
 
     @device
-    def write(O, Oi, sm, at, sO, within, warpgroup, leader, r0, h, b):
-        """O_i leaves by way of this warpgroup's place in Q_i, in whole rows."""
+    def take_turn(warpgroup):
+        if ping_pong:
+            bar_sync(turns + warpgroup, pair)
+
+    @device
+    def give_turn(warpgroup, more):
+        """To the next consumer; the last gives it to the first, if there are more tiles."""
+        if ping_pong:
+            if warpgroup < consumers - 1:
+                bar_arrive(turns + 1 + warpgroup, pair)
+            elif more:
+                bar_arrive(turns, pair)
+
+    @device
+    def pass_over(sm, words, base, n, before, last, O, i0, j0, lo, hi, warpgroup, leader):
+        """The n-th key tile, of which this warpgroup sees nothing."""
+        wait_until_full(base, full_K, n)
+        if n > before:
+            take_turn(warpgroup)
+            give_turn(warpgroup, n + 1 < last)
+        wait_until_full(base, full_V, n)
+        if border(i0, j0, lo, hi):
+            set_aside(sm, words, base, n, O, i0 + warpgroup * ROWS - j0, lo, hi)
+        bar_sync(written + warpgroup, WARPGROUP)  # no product has kept its warps together
+        if leader:
+            mbarrier_arrive(bar(base, empty_K, n))
+            mbarrier_arrive(bar(base, empty_V, n))
+
+    @device
+    def mask(S, r0, j0, tid, Nk, lo, hi):
+        """-inf where a score of the warpgroup's rows does not count."""
+        edge = cuda.local.array(2, int32)
+        i, j = int32(r0 + row_within(tid)), int32(j0 + 2 * (tid % uint32(4)))
+        if int32(j0 + Bc) > Nk or after_band(r0, j0, hi):
+            for r in range(2):
+                edge[r] = int32(Nk - 1 - j)
+                if banded:
+                    edge[r] = min(edge[r], int32(i + 8 * r + hi - j))
+            mask_after(S, edge)
+        if before_band(r0, ROWS, j0, lo):
+            for r in range(2):
+                edge[r] = int32(i + 8 * r + lo - j)
+            mask_before(S, edge)
+
+    @device
+    def write(O, Oi, sm, base, warpgroup, leader, within, r0, h, b):
+        """O_i leaves in whole rows."""
+        sO = uint32(base + uint32(O_at + warpgroup * box))
+        if leader:
+            tma_wait_group_read()  # the one before has left
         bar_sync(written + warpgroup, WARPGROUP)
-        put(sm, uint32(at + warpgroup * (box // 2)), Oi, within)
+        put(sm, element(sm, sO), Oi, within)
         fence_proxy_async()
         bar_sync(written + warpgroup, WARPGROUP)
         if leader:
             for c in range(d // PANEL):
                 tma_store(uint32(sO + uint32(c * Q_panel)), O, PANEL * c, r0, h, b)
             tma_commit_group()
-            tma_wait_group()
 
     @kernel(tile.threads)
-    def hopper(Q, K, V, O, L, Nk, lo, hi, scale, group, section, batch, span):
+    def hopper(Q, K, V, O, L, counter, Nk, lo, hi, scale, group, section, batch, span):
         sm = cuda.shared.array(0, types.uint16)
+        words = cuda.shared.array(0, int32)  # the same memory
         tid = uint32(cuda.threadIdx.x)
         warpgroup, leader = uint32(tid // uint32(WARPGROUP)), tid % uint32(WARPGROUP) == 0
-        at = uint32((ALIGNED - shared_address(sm, 0) % ALIGNED) % ALIGNED // 2)
-        sQ = shared_address(sm, at)
-        sK = uint32(sQ + uint32(Q_bytes))
-        sV = uint32(sK + uint32(stages * KV_bytes))
-        bars = uint32(sV + uint32(stages * KV_bytes))
-
-        H, Nq = uint32(L.shape[1]), uint32(L.shape[2])
-        Tr = uint32(uint32(Nq + uint32(Br - 1)) // uint32(Br))
-        i, bh = turn(uint32(cuda.blockIdx.x), Tr, uint32(L.shape[0] * H), section)
-        i0, h, part_b = int32(i * Br), uint32(bh % H), uint32(bh // H)
-        part, b = uint32(part_b // uint32(batch)), uint32(part_b % uint32(batch))
-        first = int32(part * span)  # keys of which one counts for a query of the tile
-        stop = min(Nk, int32(first + span))
-        if banded:
-            first = max(first, int32(i0 + lo))
-            stop = min(stop, int32(min(i0 + Br, int32(Nq)) + hi))
-        j_first, Tc = uint32(uint32(first) // uint32(Bc)), uint32(0)
-        if first < stop:
-            Tc = uint32(uint32(stop + (Bc - 1)) // uint32(Bc) - j_first)
+        begin = shared_address(sm, 0)
+        base = uint32(begin + (ALIGNED - begin % ALIGNED) % ALIGNED)  # where Q_i is
 
         if tid == 0:
-            mbarrier_init(bars, 1)
-            for n in range(2 * stages):
-                mbarrier_init(uint32(bars + uint32(full_K + 8 * n)), 1)
-                mbarrier_init(uint32(bars + uint32(empty_K + 8 * n)), consumers)
+            mbarrier_init(uint32(base + uint32(full_Q)), 1)
+            mbarrier_init(uint32(base + uint32(empty_Q)), consumers + lookers)
+            for n in range(stages):
+                mbarrier_init(bar(base, full_K, n), 1)
+                mbarrier_init(bar(base, full_V, n), 1)
+                mbarrier_init(bar(base, empty_K, n), consumers)
+                mbarrier_init(bar(base, empty_V, n), consumers + lookers)
+                mbarrier_init(bar(base, looked_V, n), 1)
+                words[seen_at(sm, base, n)] = 0
             fence_mbarrier_init()
         cuda.syncthreads()
 
@@ -217,8 +400,11 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             if shares:
                 give_up()
             if leader:
-                key_head = uint32(h // uint32(group))
-                produce(Q, K, V, sQ, sK, sV, bars, i0, h, key_head, b, j_first, Tc)
+                produce(
+                    Q, K, V, L, counter, sm, words, base, Nk, lo, hi, group, section, batch, span
+                )
+            elif banded and tid % uint32(WARPGROUP) >= 32:
+                look(sm, words, base, lo, hi)
         else:
             if shares:
                 take()
@@ -228,83 +414,120 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             m = cuda.local.array(2, float32)
             l = cuda.local.array(2, float32)
             alpha = cuda.local.array(2, float32)
-            for n in range(RO):
-                Oi[n] = float32(0)
-            for r in range(2):
-                m[r] = -float32(float("inf"))
-                l[r] = float32(0)
-            g, t = uint32(tid % uint32(32) // uint32(4)), uint32(tid % uint32(4))
-            within = uint32(tid % uint32(WARPGROUP) // uint32(32) * 16 + g)
-            r0 = int32(i0 + warpgroup * ROWS)  # the warpgroup's first row
-            row = int32(r0 + within)  # the thread's, which has row + 8 besides
-            sQ = uint32(sQ + warpgroup * uint32(box))
-            q, at_V = descriptor(sQ, 0), uint32(at + (sV - shared_address(sm, at)) // uint32(2))
+            q = descriptor(uint32(base + warpgroup * uint32(box)), 0)
+            turn, before = uint32(0), uint32(0)  # key tiles before this turn's
+            if not wide and leader:
+                fence_tensor_map(O)
 
-            mbarrier_wait(bars, 0)
-            if Tc > 0:
-                if ping_pong and warpgroup == consumers - 1 and Tc > 1:
+            while True:
+                mbarrier_wait(uint32(base + uint32(full_Q)), uint32(turn % uint32(2)))
+                told = told_at(sm, base, turn)
+                i0 = int32(words[told])
+                if i0 == NONE:
+                    break
+                j_first, j_stop = words[told + 3], words[told + 4]
+                r0 = int32(i0 + warpgroup * ROWS)  # the warpgroup's first row
+                last = uint32(before + j_stop - j_first)  # key tiles with this item's
+                n_first, n_stop = before, before  # from here to there the warpgroup sees something
+                first, stop = seen_from(r0, ROWS, j_first, j_stop, L.shape[2], lo, hi)
+                if first < stop:
+                    n_first = uint32(before + first - j_first)
+                    n_stop = uint32(n_first + stop - first)
+                for n in range(RO):
+                    Oi[n] = float32(0)
+                for r in range(2):
+                    m[r] = -float32(float("inf"))
+                    l[r] = float32(0)
+                if ping_pong and warpgroup == consumers - 1 and last - before > 1:
                     bar_arrive(turns, pair)  # the first consumer has the first turn
-                wait_until_full(bars, full_K, 0)
-                start_S(S, q, descriptor(sK, 0))  # S = QKᵀ
-                all_products()
-                have_S(S, 0)
-                if leader:
-                    mbarrier_arrive(bar_of(bars, empty_K, 0))
-                j0 = int32(j_first * Bc)
-                if partial(r0, j0, Nk, lo, hi):
-                    mask(S, row, j0 + 2 * t, Nk, lo, hi)
-                softmax(S, m, l, alpha, scale)
-                rounded(S, P)
 
-                for n in range(int32(1), int32(Tc)):
-                    if border(i0, j0, lo, hi):
-                        wait_until_full(bars, full_V, n - 1)
-                        V_before = uint32(at_V + stage(n - 1) * (KV_bytes // 2))
-                        set_aside(sm, V_before, Oi, row - j0, lo, hi, tid)
-                    wait_until_full(bars, full_K, n)
-                    if ping_pong:
-                        bar_sync(turns + warpgroup, pair)
-                    start_S(S, q, descriptor(tile_at(sK, n), 0))
-                    wait_until_full(bars, full_V, n - 1)
-                    start_O(Oi, P, descriptor(tile_at(sV, n - 1), KV_panel))  # O += PV, one behind
-                    if ping_pong:
-                        if warpgroup < consumers - 1:
-                            bar_arrive(turns + 1 + warpgroup, pair)
-                        elif n + 1 < Tc:
-                            bar_arrive(turns, pair)
-                    all_but_one()
+                j0 = int32(j_first * Bc)
+                for n in range(int32(before), int32(n_first)):
+                    pass_over(
+                        sm, words, base, n, before, last, Oi, i0, j0, lo, hi, warpgroup, leader
+                    )
+                    j0 = int32(j0 + Bc)
+                if n_first < n_stop:
+                    wait_until_full(base, full_K, n_first)
+                    if n_first > before:
+                        take_turn(warpgroup)
+                    start_S(S, q, descriptor(tile_at(base, K_at, n_first), 0))  # S = QKᵀ
+                    if n_first > before:
+                        give_turn(warpgroup, n_first + 1 < last)
+                    all_products()
                     have_S(S, 0)
                     if leader:
-                        mbarrier_arrive(bar_of(bars, empty_K, n))
-                    j0 = int32((j_first + n) * Bc)
-                    if partial(r0, j0, Nk, lo, hi):
-                        mask(S, row, j0 + 2 * t, Nk, lo, hi)
-                    softmax(S, m, l, alpha, scale)  # while O is under way
+                        mbarrier_arrive(bar(base, empty_K, n_first))
+                    mask(S, r0, j0, tid, Nk, lo, hi)
+                    softmax(S, m, l, alpha, scale)
+                    rounded(S, P)
+
+                    for n in range(int32(n_first + 1), int32(n_stop)):
+                        if border(i0, j0, lo, hi):
+                            set_aside(sm, words, base, n - 1, Oi, r0 - j0, lo, hi)
+                        wait_until_full(base, full_K, n)
+                        take_turn(warpgroup)
+                        start_S(S, q, descriptor(tile_at(base, K_at, n), 0))
+                        wait_until_full(base, full_V, n - 1)
+                        Vj = descriptor(tile_at(base, V_at, n - 1), KV_panel)
+                        start_O(Oi, P, Vj)  # O += PV, one behind
+                        give_turn(warpgroup, n + 1 < last)
+                        all_but_one()
+                        have_S(S, 0)
+                        if leader:
+                            mbarrier_arrive(bar(base, empty_K, n))
+                        j0 = int32(j0 + Bc)
+                        mask(S, r0, j0, tid, Nk, lo, hi)
+                        softmax(S, m, l, alpha, scale)  # while O is under way
+                        all_products()
+                        have_O(Oi, 0)
+                        if leader:
+                            mbarrier_arrive(bar(base, empty_V, n - 1))
+                        rounded(S, P)
+                        rescale(Oi, alpha)
+                if early:
+                    if n_first == n_stop:
+                        bar_sync(written + warpgroup, WARPGROUP)
+                    if leader:
+                        mbarrier_arrive(uint32(base + uint32(empty_Q)))
+                if n_first < n_stop:
+                    if border(i0, j0, lo, hi):
+                        set_aside(sm, words, base, n_stop - 1, Oi, r0 - j0, lo, hi)
+                    wait_until_full(base, full_V, n_stop - 1)
+                    start_O(Oi, P, descriptor(tile_at(base, V_at, n_stop - 1), KV_panel))
                     all_products()
                     have_O(Oi, 0)
                     if leader:
-                        mbarrier_arrive(bar_of(bars, empty_V, n - 1))
-                    rounded(S, P)
-                    rescale(Oi, alpha)
+                        mbarrier_arrive(bar(base, empty_V, n_stop - 1))
+                    j0 = int32(j0 + Bc)
+                for n in range(int32(n_stop), int32(last)):
+                    pass_over(
+                        sm, words, base, n, before, last, Oi, i0, j0, lo, hi, warpgroup, leader
+                    )
+                    j0 = int32(j0 + Bc)
 
-                wait_until_full(bars, full_V, Tc - 1)
-                if border(i0, j0, lo, hi):
-                    V_last = uint32(at_V + stage(Tc - 1) * (KV_bytes // 2))
-                    set_aside(sm, V_last, Oi, row - j0, lo, hi, tid)
-                start_O(Oi, P, descriptor(tile_at(sV, Tc - 1), KV_panel))
-                all_products()
-                have_O(Oi, 0)
-
-            for r in range(2):
-                l[r] = row_sum(l[r])
-                alpha[r] = reciprocal(l[r]) if l[r] != float32(0) else float32(0)
-                if t == 0 and row + 8 * r < Nq:
-                    shift = m[r] * scale if m[r] != -float32(float("inf")) else float32(0)
-                    L[part_b, h, row + 8 * r] = shift * float32(ln2) + log(l[r])  # write L_i
-            rescale(Oi, alpha)
-            if wide:
-                store_wide(O[part_b, h], Oi, row, Nq)  # write O_i
-            else:
-                write(O, Oi, sm, at, sQ, within, warpgroup, leader, r0, h, b)
+                told = told_at(sm, base, opaque(turn))  # read again: kept, it would take registers
+                thread = opaque(tid)
+                w, t = uint32(thread // uint32(WARPGROUP)), uint32(thread % uint32(4))
+                within = row_within(thread)
+                r0, h, b = int32(words[told] + w * ROWS), words[told + 1], words[told + 2]
+                row, Nq = int32(r0 + within), uint32(L.shape[2])
+                for r in range(2):
+                    l[r] = row_sum(l[r])
+                    alpha[r] = reciprocal(l[r]) if l[r] != float32(0) else float32(0)
+                    if t == 0 and row + 8 * r < Nq:
+                        shift = m[r] * scale if m[r] != -float32(float("inf")) else float32(0)
+                        L[b, h, row + 8 * r] = shift * float32(ln2) + log(l[r])  # write L_i
+                rescale(Oi, alpha)
+                if wide:
+                    store_wide(O[b, h], Oi, row, Nq)  # write O_i
+                else:
+                    write(O, Oi, sm, base, w, leader, within, r0, h, b)
+                if not early and leader:
+                    tma_wait_group_read()
+                    mbarrier_arrive(uint32(base + uint32(empty_Q)))
+                before, turn = last, uint32(turn + 1)
+            if not wide and leader:
+                tma_wait_group()
 
     return hopper

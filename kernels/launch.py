@@ -29,14 +29,16 @@ from . import (
     gpu,
     gradients,
     hopper,
+    hopper_backward,
     split_kv,
     standard,
 )
 from .arrays import Operand
+from .hopper_backward import BackwardTile
 from .masks import LOG2E, Features
 from .tiles import Tile, loads_under_way, tile_for
 from .warp_tiles import WarpTile, warp_tile_for
-from .warpgroup_tiles import WarpgroupTile, warpgroup_tile_for
+from .warpgroup_tiles import WARPGROUP, WarpgroupTile, warpgroup_tile_for
 
 WIDEST = 256
 ROWS = 32  # that a block has of what is done row by row
@@ -72,6 +74,8 @@ class Plan:
         What `launch` does, in order, on `stream` (its address).
     parts : int
         In how many parts split_kv walks the keys.
+    inputs : tuple
+        What the steps read: it must live as long, and a tensor map holds no more than its address.
     """
 
     algorithm: str
@@ -80,6 +84,7 @@ class Plan:
     parts: int = 1
     steps: list[Step] = field(default_factory=list)
     made: dict[str, tuple[Any, Operand, str]] = field(default_factory=dict)
+    inputs: tuple[Any, ...] = ()
 
     def add(
         self, name: str, function: Any, grid: int, threads: int, shared: int, args: tuple[Any, ...],
@@ -225,7 +230,7 @@ def plan_backward(
     row = BACKWARD[checks.choice("algorithm", algorithm, BACKWARD)]
     _check_layout(algorithm, what.get("block_mask"), tiles)
     p = checked(q, k, v, tiles=tiles, **what)
-    seen = []
+    seen, others = [], []
     for name, array in (("output", output), ("lse", lse), ("do", do)):
         x = arrays.operand(name, array)
         _same_place(x, p.q)
@@ -239,13 +244,16 @@ def plan_backward(
         if name == "lse":  # as a matrix of width 1, for its batch dimensions
             item = arrays.STORED[stored].itemsize
             x = replace(x, shape=(*x.shape, 1), strides=(*x.strides, item))
+        else:
+            others.append(x)
         shape, strides = arrays.flattened(x)
         seen.append(x.seen_as(*((shape[:3], strides[:3]) if name == "lse" else (shape, strides))))
-    if not row.covers(p, x):
+    if not row.covers(p, *others):
         algorithm, row, threads = "flash2", BACKWARD["flash2"], None
         tiles = tiles if p.features.layout else None
     Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, p.d, gpu.shared_memory_bytes()))
     made = Plan(algorithm, row.tile(Br, Bc, p.d, threads, row.results), p.stream)
+    made.inputs = (p, *seen)
     row.build(p, made, *seen)
     for step in made.steps:
         _fits(step, made, row)
@@ -273,9 +281,11 @@ def plan(
     if not row.covers(problem):
         algorithm, row, threads = "flash2", KERNELS["flash2"], None
         tiles = tiles if problem.features.layout else None
-    Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, problem.d, gpu.shared_memory_bytes()))
+    limit = gpu.shared_memory_bytes()
+    Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, problem.d, limit, problem.Nq))
     tile = tile or row.tile(Br, Bc, problem.d, threads)
     made = Plan(algorithm, tile, problem.stream)
+    made.inputs = (problem,)
     row.build(problem, made)
     for step in made.steps:
         _fits(step, made, row)
@@ -289,12 +299,14 @@ def _check_layout(algorithm: str, block_mask: Any, tiles: Any) -> None:
         raise bad("tiles", None, "(Br, Bc), the tiles that block_mask speaks of")
 
 
-def default_tiles(row: Row, d: int, limit: int) -> tuple[int, int]:
-    """The first (Br, Bc) of the row that fit in `limit` bytes of shared memory, or the last."""
-    for Br, Bc in row.tiles:
-        if row.shared_bytes(Br, Bc, d) <= limit:
-            return Br, Bc
-    return row.tiles[-1]
+def default_tiles(row: Row, d: int, limit: int, Nq: int | None = None) -> tuple[int, int]:
+    """The first (Br, Bc) of the row that fit in `limit` bytes of shared memory, or the last.
+
+    Where queries are few, no more rows than there are: each takes time in shared memory.
+    """
+    fitting = (tiles for tiles in row.tiles if row.shared_bytes(*tiles, d) <= limit)
+    Br, Bc = next(fitting, row.tiles[-1])
+    return (max(1, min(Br, Nq)) if row.few and Nq is not None else Br), Bc
 
 
 def _fits(step: Step, made: Plan, row: Row) -> None:
@@ -360,12 +372,13 @@ def _standard(p: Problem, made: Plan) -> None:
     shared = standard.scores_arrangement(tile)["bytes"]
     waits, args = under_way(tile.Bc, tile, p), (p.Q, p.K, S, *p.rules)
     made.add("scores", function, grid, tile.threads, shared, args, waits, -(-p.Nq // tile.Br))
-    threads, room = gpu.ROW_THREADS, gpu.shared_memory_bytes()
-    shared = 4 * (2 * threads + p.Nk)
-    function = standard.softmax(threads, shared <= room)
-    shared = shared if shared <= room else 8 * threads
-    waits = (1, 4 if p.Nk % 4 else 16)
-    made.add("softmax", function, p.Nq * heads, threads, shared, (S, P, L), waits)
+    threads = gpu.ROW_THREADS
+    loads = 1 << max(0, -(-p.Nk // (4 * threads)) - 1).bit_length()
+    loads = loads if loads <= standard.MOST_LOADS else 0
+    function = standard.softmax(threads, loads)
+    waits = (4 * loads, 4) if p.Nk % 4 else (loads, 16)
+    waits = waits if loads else (1, 4)
+    made.add("softmax", function, p.Nq * heads, threads, 8 * threads, (S, P, L), waits)
     function = standard.values(tile, p.features)
     shared = standard.values_arrangement(tile)["bytes"]
     waits, args = under_way(tile.Bc, tile, p), (P, p.V, O, *p.rules)
@@ -375,8 +388,7 @@ def _standard(p: Problem, made: Plan) -> None:
 def _split_kv(p: Problem, made: Plan) -> None:
     tile = made.tile
     rows = -(-p.Nq // tile.Br) * p.heads * p.batch
-    filling = 8 * gpu.multiprocessors()  # blocks that keep every multiprocessor busy
-    made.parts, span = _parts(p.Nk, tile.Bc, -(-filling // max(1, rows)))
+    made.parts, span = _parts(p.Nk, tile.Bc, _at_a_time(tile) // max(1, rows))
     O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
     L = p.make(made, "L", (p.Nq,), "float32")
     O_parts = p.make(made, "O_parts", (p.Nq, p.d), "float32", made.parts)
@@ -406,7 +418,8 @@ def _hopper(p: Problem, made: Plan) -> None:
     args = hopper.arguments(p, tile, p.features, p.Q, O, L, p.group, p.Nk)
     function = hopper.flash_attention_3(tile, p.features)
     Tr, waits = -(-p.Nq // tile.Br), (2 * tile.stages * tile.KV_bytes // tile.threads // 16, 16)
-    made.add("hopper", function, Tr * p.heads * p.batch, tile.threads, tile.bytes, args, waits, Tr)
+    grid = min(Tr * p.heads * p.batch, gpu.multiprocessors())
+    made.add("hopper", function, grid, tile.threads, tile.bytes, args, waits, Tr)
 
 
 def _hopper_split(p: Problem, made: Plan) -> None:
@@ -424,11 +437,22 @@ def _hopper_split(p: Problem, made: Plan) -> None:
     each = made.parts * p.batch
     partial = O_parts.reshape(each, *rows), L_parts.reshape(each, *rows[:2])
     args = hopper.arguments(p, tile, f, Q, *partial, 1, span)
-    grid = -(-p.group // tile.Br) * key_heads * p.batch * made.parts
+    items = -(-p.group // tile.Br) * key_heads * p.batch * made.parts
+    grid = min(items, gpu.multiprocessors())
     waits = 2 * tile.stages * tile.KV_bytes // tile.threads // 16, 16
     function = hopper.flash_attention_3(tile, f)
     made.add("split", function, grid, tile.threads, tile.bytes, args, waits)
     _merge(p, made, O_parts, L_parts, O, L)
+
+
+def _at_a_time(tile: Tile) -> int:
+    """Blocks that the GPU runs at a time, as one wave of them leaves no tail.
+
+    On Hopper: a multiprocessor has 228 KB of shared memory, of which a block takes 1 KB more than
+    it asks for, and registers for 512 threads that use 128.
+    """
+    by_room = 228 * 1024 // (flash2.arrangement(tile)["bytes"] + 1024)
+    return gpu.multiprocessors() * max(1, min(by_room, 512 // tile.threads))
 
 
 def _parts(Nk: int, Bc: int, wanted: int) -> tuple[int, int]:
@@ -446,7 +470,7 @@ def _merge(p: Problem, made: Plan, O_parts: Any, L_parts: Any, O: Any, L: Any) -
 def _tensor_cores(p: Problem, *others: Operand) -> bool:
     """Whether the kernels for tensor cores cover a problem, and the GPU has what they need.
 
-    others: what a backward pass loads besides q, k and v.
+    others: what a backward pass loads besides q, k and v: the output and its gradient.
     """
     return gpu.compute_capability() >= (8, 0) and p.d in (64, 128) and _sixteen_bits(p, *others)
 
@@ -454,6 +478,11 @@ def _tensor_cores(p: Problem, *others: Operand) -> bool:
 def _warpgroups(p: Problem) -> bool:
     """The same of the kernel for warpgroups, which takes any width that the copy engine does."""
     return gpu.compute_capability() == (9, 0) and p.d % 8 == 0 and _sixteen_bits(p)
+
+
+def _warpgroups_backward(p: Problem, *others: Operand) -> bool:
+    """The same of the backward kernel, which holds all columns of dK and dV in registers."""
+    return _warpgroups(p) and p.d <= 128 and _sixteen_bits(p, *others)
 
 
 def _one_query(p: Problem) -> bool:
@@ -546,6 +575,29 @@ def _ampere_backward(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
     _round_dQ(p, made, dQ)
 
 
+def _hopper_backward(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
+    tile, threads = made.tile, gpu.ROW_THREADS
+    dQ, dK, dV = _gradients(p, made)
+    Tr, Tc, heads = -(-p.Nq // tile.Br), -(-p.Nk // tile.Bc), p.heads * p.batch
+    parts = p.make(made, "dQ in parts", (Tr * tile.Br, tile.d), "float32")
+    grid = -(-Tr * tile.Br // ROWS) * heads
+    made.add("zeros", gradients.zeros(ROWS, tile.d, threads), grid, threads, 0, (parts,))
+    L2, D = (p.make(made, name, (Tr * tile.Br,), "float32") for name in ("L2", "D"))
+    L2, D = (x.reshape(heads, Tr * tile.Br) for x in (L2, D))
+    threads = max(32, threads)  # whole warps
+    function = hopper_backward.row_statistics(p.d, threads, p.q.dtype)
+    rows = threads // hopper_backward.lanes(p.d)
+    grid = -(-Tr * tile.Br // rows) * heads
+    made.add("D", function, grid, threads, 0, (dO, O, L, L2, D), (2, 16))
+    parts = parts.reshape(heads * Tr * tile.consumers, tile.dQ_floats)
+    args = hopper_backward.arguments(p, tile, dO, L2, D, parts, dK, dV)
+    function = hopper_backward.flash_attention_3_backward(tile, p.features)
+    grid, waits = Tc * heads // p.group, (4 * tile.QdO_bytes // tile.threads // 16, 16)
+    made.add("hopper_backward", function, grid, tile.threads, tile.bytes, args, waits, Tc)
+    function = hopper_backward.finish(tile, p.q.dtype)
+    made.add("finish", function, Tr * heads, WARPGROUP, 0, (parts, dQ, p.rules[5]), (8, 16))
+
+
 def _two_kernels(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
     tile = made.tile
     dQ, dK, dV = _gradients(p, made)
@@ -567,8 +619,8 @@ def _two_kernels(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
 class Row:
     """A row of a registry: what launches a kernel, its default tiles, largest first, and its room.
 
-    room(tile): bytes of shared memory; results: as in tile_for; tile: makes a tile of its sizes;
-    covers(problem, do): whether it can; do: in a backward pass.
+    room(tile): bytes of shared memory; results: as in tile_for; few: it is for few queries; tile:
+    makes a tile of its sizes; covers(problem, do): whether it can; do: in a backward pass.
     """
 
     title: str
@@ -576,6 +628,7 @@ class Row:
     tiles: tuple[tuple[int, int], ...]
     room: Callable[[Any], int]
     results: int = 1
+    few: bool = False
     tile: Callable[..., Any] = tile_for
     covers: Callable[..., bool] = lambda *problem: True
 
@@ -629,6 +682,10 @@ def _hopper_room(tile: WarpgroupTile) -> int:
     return tile.bytes if tile.held <= tile.registers[1] else sys.maxsize
 
 
+def _hopper_backward_room(tile: BackwardTile) -> int:
+    return tile.bytes
+
+
 _SQUARES = ((64, 64), (32, 32), (16, 16))
 KERNELS = {
     "standard": Row(
@@ -640,7 +697,11 @@ KERNELS = {
         "FlashAttention of the blocks in block_mask", _flash1, ((128, 128), *_SQUARES), _flash1_room
     ),
     "split_kv": Row(
-        "FlashAttention-2 with the keys shared out", _split_kv, ((4, 32), (4, 16)), _flash2_room
+        "FlashAttention-2 with the keys shared out",
+        _split_kv,
+        ((4, 64), (4, 32), (4, 16)),
+        _flash2_room,
+        few=True,
     ),
     "ampere": Row(
         "FlashAttention-2 on tensor cores",
@@ -689,6 +750,14 @@ BACKWARD = {
         _ampere_backward_room,
         tile=ampere_backward.tile_for,
         covers=_tensor_cores,
+    ),
+    "hopper": Row(
+        "FlashAttention-3's by warpgroups, dQ by bulk additions",
+        _hopper_backward,
+        ((128, 128), (64, 128)),
+        _hopper_backward_room,
+        tile=hopper_backward.tile_for,
+        covers=_warpgroups_backward,
     ),
 }
 

@@ -38,6 +38,7 @@ def plan(q: Any, k: Any, v: Any, *, algorithm: str = "flash2", **what: Any) -> l
 def load_only_1(tile: Tile, f: Features) -> Any:
     """The traffic of flash1.flash_attention_1, same arguments."""
     Br, Bc, d, LD, threads = tile.Br, tile.Bc, tile.d, tile.LD, tile.threads
+    RS = -(-Br // threads)
     at = flash1.arrangement(tile)
     sQ, sK, sV, sO, sl, sm_ = (at[name] for name in ("Qi", "Kj", "Vj", "Oi", "li", "mi"))
     load_Q = tiles.stage(Br, d, threads, f.dtype)
@@ -56,6 +57,8 @@ def load_only_1(tile: Tile, f: Features) -> Any:
         h, b = cuda.blockIdx.x % H, cuda.blockIdx.x // H
         Qh, Kh, Vh = Q[b, h], K[b, h // group], V[b, h // group]
         Oh, lh, mh = O[b, h], l[b, h], m[b, h]
+        l_i = cuda.local.array(RS, float32)
+        m_i = cuda.local.array(RS, float32)
         seen = float32(0)
 
         for e in range(tid, Nq * d, threads):
@@ -74,11 +77,18 @@ def load_only_1(tile: Tile, f: Features) -> Any:
                 load_KV(Vh, j0, Nk, sm, sV, tid)
             for i0 in range(i_any, Nq, Br):
                 if visited(i0, j0, Nq, Nk, lo, hi, b, keys, layout):
+                    for n in range(RS):
+                        r = tid + n * threads
+                        if r < Br and i0 + r < Nq:
+                            l_i[n] = load(l[b], uint32(h), uint32(i0 + r))
+                            m_i[n] = load(m[b], uint32(h), uint32(i0 + r))
                     load_Q(Qh, i0, Nq, sm, sQ, tid)
                     load_O(Oh, i0, Nq, sm, sO, tid)
-                    for r in range(tid, min(Br, Nq - i0), threads):
-                        sm[sl + r] = load(l[b], uint32(h), uint32(i0 + r))
-                        sm[sm_ + r] = load(m[b], uint32(h), uint32(i0 + r))
+                    for n in range(RS):
+                        r = tid + n * threads
+                        if r < Br:
+                            sm[sl + r] = l_i[n]
+                            sm[sm_ + r] = m_i[n]
                     cuda.syncthreads()
                     seen += sm[sK + tid % Bc * LD] + sm[sV + tid % Bc * LD]
                     seen += sm[sQ + tid % Br * LD]

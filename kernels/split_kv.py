@@ -40,12 +40,18 @@ def merge(parts: int, threads: int, dtype: str) -> Any:
         for n in range(parts):
             l += exp2(weights[n] - shift)
         over = float32(1) / l if l != float32(0) else float32(0)
+        x = cuda.local.array(8, float32)
         for c in range(tid, d, threads):
             o = float32(0)
-            for n in range(parts):
-                w = exp2(weights[n] - shift)
-                if w != float32(0):
-                    o += w * load(O_parts[n * B + b, h], uint32(i), uint32(c))
+            for first in range(0, parts, 8):
+                for u in range(8):  # loads under way before the first is waited for
+                    if first + u < parts:
+                        x[u] = load(O_parts[(first + u) * B + b, h], uint32(i), uint32(c))
+                for u in range(8):
+                    if first + u < parts:
+                        w = exp2(weights[first + u] - shift)
+                        if w != float32(0):
+                            o += w * x[u]
             O[b, h, i, c] = to_stored(o * over if over != float32(0) else float32(0))
         if tid == 0:
             L[b, h, i] = shift * float32(ln2) + log(l)

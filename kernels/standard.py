@@ -19,20 +19,20 @@ from .gpu import (
     int32,
     kernel,
     load,
-    load4,
     load_four,
     log,
-    store4,
     store_four,
     uint32,
 )
 from .masks import LOG2E, Features
 from .tiles import Layout, Tile
 
+MOST_LOADS = 32  # with which a thread of the second kernel fills its registers
+
 
 def scores_arrangement(tile: Tile) -> dict[str, int]:
     """Where in shared memory the tiles of the first kernel lie."""
-    place = Layout()
+    place = Layout(tile.TX)
     return {
         "Qi": place.place(tile.Br, tile.LD),
         "Kj": place.place(tile.Bc, tile.LD),
@@ -43,7 +43,7 @@ def scores_arrangement(tile: Tile) -> dict[str, int]:
 
 def values_arrangement(tile: Tile) -> dict[str, int]:
     """Where in shared memory the tiles of the third kernel lie."""
-    place = Layout()
+    place = Layout(tile.TX)
     return {
         "Oi": place.place(tile.Br, tile.LD),
         "Vj": place.place(tile.Bc, tile.LD),
@@ -114,39 +114,48 @@ def scores(tile: Tile, f: Features) -> Any:
 
 
 @cache
-def softmax(threads: int, on_chip: bool) -> Any:
+def softmax(threads: int, loads: int) -> Any:
     """P = softmax(S), a block for each row, and the logsumexp L, which is not part of Algorithm 0.
 
-    on_chip: a row fits in shared memory and S is read once; otherwise the statistics are taken
-    online in a first pass (Algorithm 3 of Milakov & Gimelshein 2018, arXiv:1805.02867).
+    loads: of four numbers each, with which a thread takes its share of a row into registers, so
+    that S is read once. 0: a row does not fit, and the statistics are taken online in a first pass
+    (Algorithm 3 of Milakov & Gimelshein 2018, arXiv:1805.02867).
     """
-    ln2 = 1 / LOG2E
+    ln2, held, room = 1 / LOG2E, 4 * loads, max(1, 4 * loads)
 
     @kernel(threads)
     def standard_softmax(S, P, L):
-        sm = cuda.shared.array(0, float32)  # a maximum and a sum of each thread, then the row
+        sm = cuda.shared.array(0, float32)  # a maximum and a sum of each thread
         tid = int32(cuda.threadIdx.x)
         H, Nq, Nk = S.shape[1], S.shape[2], S.shape[3]
         i, bh = cuda.blockIdx.x % Nq, cuda.blockIdx.x // Nq
         h, b = bh % H, bh // H
         Sh, Ph = S[b, h], P[b, h]
+        x = cuda.local.array(room, float32)
         m = -float32(float("inf"))
         l = float32(0)
-        fours = on_chip and in_fours(Sh)  # then Nk is a multiple of 4, too
-        for c in range(4 * tid, Nk if fours else 0, 4 * threads):
-            s0, s1, s2, s3 = load_four(Sh, uint32(i), uint32(c))
-            store4(sm, 2 * threads + c, s0, s1, s2, s3)
-            m = max(m, max(max(s0, s1), max(s2, s3)))
-        for c in range(tid, 0 if fours else Nk, threads):
+        fours = in_fours(Sh)  # then Nk is a multiple of 4, too
+        for n in range(held):
+            x[n] = m
+        if fours:
+            for u in range(loads):
+                c = 4 * (tid + u * threads)
+                if c < Nk:
+                    x[4 * u], x[4 * u + 1], x[4 * u + 2], x[4 * u + 3] = load_four(
+                        Sh, uint32(i), uint32(c)
+                    )
+        else:
+            for n in range(held):
+                if tid + n * threads < Nk:
+                    x[n] = load(Sh, uint32(i), uint32(tid + n * threads))
+        for n in range(held):
+            m = max(m, x[n])
+        for c in range(tid, 0 if held else Nk, threads):
             s = load(Sh, uint32(i), uint32(c))
-            if on_chip:
-                sm[2 * threads + c] = s
-                m = max(m, s)
-            else:
-                m_new = max(m, s)
-                shift = m_new if m_new != -float32(float("inf")) else float32(0)
-                l = l * exp2(m - shift) + exp2(s - shift)
-                m = m_new
+            m_new = max(m, s)
+            shift = m_new if m_new != -float32(float("inf")) else float32(0)
+            l = l * exp2(m - shift) + exp2(s - shift)
+            m = m_new
         own = m
         sm[tid] = m
         cuda.syncthreads()
@@ -158,18 +167,10 @@ def softmax(threads: int, on_chip: bool) -> Any:
             half //= 2
         m = sm[0]
         shift = m if m != -float32(float("inf")) else float32(0)
-        if on_chip:
-            for c in range(4 * tid, Nk // 4 * 4, 4 * threads):
-                s0, s1, s2, s3 = load4(sm, 2 * threads + c)
-                p0, p1 = exp2(s0 - shift), exp2(s1 - shift)
-                p2, p3 = exp2(s2 - shift), exp2(s3 - shift)
-                store4(sm, 2 * threads + c, p0, p1, p2, p3)
-                l += (p0 + p1) + (p2 + p3)
-            for c in range(Nk // 4 * 4 + tid, Nk, threads):
-                p = exp2(sm[2 * threads + c] - shift)
-                sm[2 * threads + c] = p
-                l += p
-        else:
+        for n in range(held):
+            x[n] = exp2(x[n] - shift)
+            l += x[n]
+        if not held:
             l *= exp2(own - shift)
         sm[threads + tid] = l
         cuda.syncthreads()
@@ -181,12 +182,19 @@ def softmax(threads: int, on_chip: bool) -> Any:
             half //= 2
         l = sm[threads]
         over = float32(1) / l if l != float32(0) else float32(0)
-        for c in range(4 * tid, Nk if fours else 0, 4 * threads):
-            p0, p1, p2, p3 = load4(sm, 2 * threads + c)
-            store_four(Ph, uint32(i), uint32(c), (p0 * over, p1 * over, p2 * over, p3 * over))
-        for c in range(tid, 0 if fours else Nk, threads):
-            p = sm[2 * threads + c] if on_chip else exp2(load(Sh, uint32(i), uint32(c)) - shift)
-            Ph[i, c] = p * over if over != float32(0) else float32(0)
+        if fours:
+            for u in range(loads):
+                c = 4 * (tid + u * threads)
+                if c < Nk:
+                    p0, p1, p2, p3 = x[4 * u], x[4 * u + 1], x[4 * u + 2], x[4 * u + 3]
+                    four = p0 * over, p1 * over, p2 * over, p3 * over
+                    store_four(Ph, uint32(i), uint32(c), four)
+        else:
+            for n in range(held):
+                if tid + n * threads < Nk:
+                    Ph[i, tid + n * threads] = x[n] * over
+        for c in range(tid, 0 if held else Nk, threads):
+            Ph[i, c] = exp2(load(Sh, uint32(i), uint32(c)) - shift) * over
         if tid == 0:
             L[b, h, i] = shift * float32(ln2) + log(l)
 

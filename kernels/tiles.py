@@ -12,6 +12,7 @@ read four floats of eight consecutive rows touch all 32 banks once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,9 +30,12 @@ from .gpu import (
     narrow,
     store4,
     store_four,
+    syncwarp,
     uint32,
     widen,
 )
+
+MOST_THREADS = 1024  # of a block
 
 
 def padded(n: int) -> int:
@@ -51,10 +55,11 @@ class Tile:
     TX: int
 
     def __post_init__(self) -> None:
-        if self.Br % self.TY or self.Bc % self.TX or self.TX % 4:
+        if self.Br % self.TY or self.Bc % self.TX or self.TX % 4 or self.threads > MOST_THREADS:
             raise ValueError(
                 f"threads={(self.TY, self.TX)!r}: expected (TY, TX) with TX a multiple of 4 that "
-                f"divides Bc={self.Bc}, and TY a divisor of Br={self.Br}"
+                f"divides Bc={self.Bc}, TY a divisor of Br={self.Br}, and {MOST_THREADS} in all at "
+                "most"
             )
 
     @property
@@ -99,13 +104,13 @@ def tile_for(
     """The tile with the given (TY, TX), or with those that give each thread the most to do.
 
     A thread holds at most 8 x 8 scores and 128 numbers in all, as it has 255 registers, and a block
-    has 128 to 256 threads unless its tiles are too small for that. The backward passes hold two
-    matrices of scores and two or three of width d (results), and take tiles either way up.
+    has 128 to 256 threads, or as many as its tiles allow: of one row, 64. The backward passes hold
+    two matrices of scores and two or three of width d (results), and take tiles either way up.
     """
     if threads is not None:
         return Tile(Br, Bc, d, *threads)
     best = None
-    for TX in (4, 8, 16, 32):
+    for TX in (4, 8, 16, 32) if Br > 1 else (4, 8, 16, 32, 64):
         for TY in (1, 2, 4, 8, 16, 32):
             if Br % TY or Bc % TX or TX * TY > 256:
                 continue
@@ -117,7 +122,8 @@ def tile_for(
                 tile.RM * tile.RD
             )
             fits = held <= 128 and tile.RM <= 8 and tile.RN <= 8
-            key = (not fits, held if not fits else 0, tile.threads < 128, reads, tile.threads)
+            few = max(0, 128 - tile.threads)
+            key = (not fits, held if not fits else 0, few, reads, tile.threads)
             if best is None or key < best[0]:
                 best = key, tile
     if best is None:
@@ -128,8 +134,12 @@ def tile_for(
 
 @dataclass
 class Layout:
-    """Offsets, in floats, of the tiles that a block keeps in shared memory."""
+    """Offsets, in floats, of the tiles that a block keeps in shared memory.
 
+    TX: of the block's threads; the columns of a product are a multiple of 4 TX.
+    """
+
+    TX: int = 32
     floats: int = 0
 
     def place(self, rows: int, stride: int) -> int:
@@ -141,7 +151,7 @@ class Layout:
     @property
     def bytes(self) -> int:
         """Bytes of shared memory, with what a read past the end of a short row may touch."""
-        return 4 * (self.floats + 128)
+        return 4 * (self.floats + 4 * max(32, self.TX))
 
 
 @cache
@@ -163,14 +173,25 @@ def shared_out(row: int, threads: int) -> Any:
     return anywhere if threads % row else whole_rows
 
 
+BATCH = 8  # loads that a thread begins before it stores what the first of them brought
+
+
 def loads_under_way(rows: int, columns: int, threads: int, dtype: str) -> tuple[int, int]:
-    """How many loads of a tile a thread has under way before it waits, and the bytes of each."""
+    """How many loads of a tile a thread has under way before it waits, and the bytes of each.
+
+    Two batches, where there are as many: the second begins before the first is stored.
+    """
     many, item = (4, 4) if dtype == "float32" else (1, 2)
     loads = rows * columns // many
     if columns % 4 or loads % threads:
         return 1, item
     turns = loads // threads
-    return next(n for n in (8, 4, 2, 1) if turns % n == 0), many * item
+    return batch_of(turns) * (2 if turns > BATCH else 1), many * item
+
+
+def batch_of(turns: int) -> int:
+    """Loads of a batch, for so many loads of a thread."""
+    return math.gcd(turns, BATCH)
 
 
 @cache
@@ -186,7 +207,7 @@ def stage_block(rows: int, columns: int, threads: int, dtype: str) -> Any:
     row = width // many  # loads
     even = width == columns and rows * row % threads == 0  # every thread loads as many
     turns = rows * row // threads
-    batch, _ = loads_under_way(rows, columns, threads, dtype)
+    batch = batch_of(turns)
     room, mine = batch * many, shared_out(row, threads)
 
     @device
@@ -203,6 +224,7 @@ def stage_block(rows: int, columns: int, threads: int, dtype: str) -> Any:
                         )
                     else:
                         x[u] = to_float(load(A, uint32(first + r), uint32(left + c)))
+                syncwarp()  # or the assembler puts a store, which waits, between two loads
                 for u in range(batch):
                     r, c = mine(tid, turn + u)
                     e = at + r * stride + many * c

@@ -113,6 +113,14 @@ def attention(q, k, v, **what):
     return plan.result("O"), plan.result("L"), traffic
 
 
+def threads_of(q, k, v, **what):
+    """(Br, threads) of the tile that a call picks."""
+    from flashsim import kernels
+
+    tile = kernels.plan(q, k, v, **what).tile
+    return tile.Br, tile.threads
+
+
 def backward(q, k, v, output, lse, do, **what):
     """(dq, dk, dv, traffic) of a simulated run."""
     from flashsim import kernels
@@ -146,11 +154,35 @@ def assembled(name, d, arches, **features):
     return {arch: assembly.report(name, d, arch, **features) for arch in arches}
 
 
+def cache_keys():
+    """What names a kernel on disk, of one kernel of each kind; in text."""
+    from flashsim.kernels import ampere, cache, flash2, hopper, hopper_backward, tiles
+    from flashsim.kernels.masks import Features
+    from flashsim.kernels.warp_tiles import warp_tile_for
+    from flashsim.kernels.warpgroup_tiles import WarpgroupTile
+
+    f = Features(dtype="float16", band=True)
+    kernels = {
+        "flash2": flash2.flash_attention_2(tiles.tile_for(64, 64, 64), f),
+        "ampere": ampere.flash_attention_2(warp_tile_for(64, 64, 64), f),
+        "hopper": hopper.flash_attention_3(WarpgroupTile(64, 64, 64), f),
+        "finish": hopper_backward.finish(hopper_backward.tile_for(128, 128, 64), "float16"),
+    }
+    return {name: repr(cache.constants(made.py_func)) for name, made in kernels.items()}
+
+
 def hopper_assembled(*tile, **features):
     """What the assembler says of the kernel for warpgroups, linked as for a launch."""
     from flashsim.kernels import assembly
 
     return assembly.hopper_report(*tile, **features)
+
+
+def hopper_backward_assembled(*tile, **features):
+    """The same of its backward pass."""
+    from flashsim.kernels import assembly
+
+    return assembly.hopper_backward_report(*tile, **features)
 
 
 def elsewhere(module, name, *args, **kwargs):

@@ -68,6 +68,12 @@ def test_a_box_is_stored_as_far_as_the_head_goes(hopper, N, eighths, row):
     np.testing.assert_array_equal(stored, x)
 
 
+def test_a_map_that_is_not_fenced_is_refused(hopper):
+    """A GPU would take what lay at its address before."""
+    with pytest.raises(RuntimeError, match="a tensor map is used that this thread has not fenced"):
+        hopper("copied", np.zeros((1, 1, 8, 64), np.uint16), 8, 0, 0, 0, 0, fence=False)
+
+
 @pytest.mark.parametrize("missing", ["wait", "fence"])
 def test_a_store_that_nobody_waits_for_or_of_what_is_not_fenced_does_not_happen(hopper, missing):
     x = np.full((1, 1, 4, 64), NAN, np.uint16)
@@ -214,6 +220,14 @@ CASES = {
     "four panels": (BF16, (1, 1, 1, 65, 20, 256), (64, 16, 1, False), {}),
     "three consumers": (F16, (1, 1, 1, 150, 40, 64), (192, 16, 2, True), {}),
     "no keys": (F16, (1, 1, 1, 5, 0, 64), (64, 16, 2, False), {}),
+    "more work than blocks": (F16, (1, 4, 2, 90, 40, 64), (64, 16, 2, False), {"is_causal": True}),
+    "the same, taking turns": (
+        BF16,
+        (1, 7, 1, 70, 70, 64),
+        (128, 16, 2, True),
+        {"window": (30, 10)},
+    ),
+    "no room for O": (F16, (1, 6, 3, 40, 33, 64), (64, 16, 2, False, "crowded"), {}),
 }
 
 
@@ -229,6 +243,12 @@ def test_the_kernel_computes_attention_and_moves_what_the_closed_form_says(hoppe
     assert ratio(output, q, k, v, **what) <= 1
     assert exact(q, k, v, **what).lse_ratio(lse) <= 1
     assert traffic["hopper"] == expected("flash2", q, k, v, tile[:2], **what)
+
+
+def test_a_plan_may_be_launched_again(hopper):
+    """The blocks' counter is where it was."""
+    q, k, v = drawn(5, F16, 1, 6, 6, 20, 20, 64)
+    assert ratio(hopper("again", q, k, v, (64, 16, 64)), q, k, v) <= 1
 
 
 @pytest.mark.parametrize(
@@ -300,12 +320,13 @@ def test_large_logits_stay_within_the_bound(hopper):
 
 
 @pytest.mark.parametrize(
-    "d, tiles", [(64, (192, 128)), (128, (128, 128)), (192, (128, 112)), (256, (128, 80))]
+    "d, Br, Bc, stages",
+    [(64, 192, 128, 3), (128, 128, 128, 2), (192, 128, 112, 2), (256, 128, 80, 2)],
 )
-def test_the_default_tiles_are_among_those_that_the_tuning_tries(hopper, d, tiles):
+def test_the_default_tiles_are_among_those_that_the_tuning_tries(hopper, d, Br, Bc, stages):
     candidates, default = hopper("tuned_tiles", d)
-    assert default == tiles
-    assert {(*tiles, 2, turns) for turns in (False, True)} <= set(candidates)
+    assert default in candidates
+    assert f"Br={Br}, Bc={Bc}, d={d}, stages={stages}, ping_pong=True" in default
 
 
 def test_the_tuning_says_what_is_missing(hopper):
@@ -320,12 +341,23 @@ def compiler():
     process.close()
 
 
+def test_a_kernel_on_disk_is_found_by_other_processes(compiler):
+    """What names it is the same there: no address is in it."""
+    found = compiler.call("cache_keys")
+    other = KernelProcess(simulated=False)
+    try:
+        assert other.call("cache_keys") == found
+    finally:
+        other.close()
+
+
 @pytest.mark.parametrize(
     "tile, features",
     [  # Br, Bc, d, ping_pong: the default tiles
         ((192, 128, 64, True), {"dtype": "float16", "band": True}),
-        ((128, 128, 128, False), {"dtype": "bfloat16", "band": False}),
-        ((128, 112, 192, False), {"dtype": "float16", "band": True}),
+        ((192, 128, 64, True), {"dtype": "bfloat16", "band": False}),
+        ((128, 128, 128, True), {"dtype": "bfloat16", "band": True}),
+        ((128, 112, 192, True), {"dtype": "float16", "band": True}),
         ((128, 80, 256, True), {"dtype": "bfloat16", "band": True}),
         ((64, 128, 128), {"dtype": "float16", "output": "float32"}),  # of split-KV
     ],

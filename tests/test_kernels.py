@@ -256,6 +256,40 @@ def test_softmax_rows_that_are_loaded_in_batches(simulator):
     assert traffic["softmax"] == ({"S": 300}, {"P": 300, "L": 2})
 
 
+def test_a_softmax_row_that_does_not_fit_in_registers_is_read_twice(simulator):
+    """Eight simulated threads of 128 numbers each hold 1024."""
+    q, k, v = (
+        np.random.default_rng(9).standard_normal((n, 1)).astype(np.float32) for n in (1, 1030, 1030)
+    )
+    output, lse, traffic = simulator.call(
+        "attention", q, k, v, algorithm="standard", tiles=(1, 64), threads=(1, 8)
+    )
+    right = exact(q, k, v)
+    assert right.output_ratio(output) <= 1
+    assert right.lse_ratio(lse) <= 1
+    assert traffic["softmax"] == ({"S": 2060}, {"P": 1030, "L": 1})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_columns_of_threads_far_beyond_d_stay_in_shared_memory(simulator, algorithm):
+    """A product's columns are a multiple of 4 TX, however few of them there are."""
+    q, k, v = (
+        np.random.default_rng(3).standard_normal((n, 4)).astype(np.float32) for n in (1, 200, 200)
+    )
+    output, _, _ = simulator.call(
+        "attention", q, k, v, algorithm=algorithm, tiles=(1, 128), threads=(1, 128)
+    )
+    assert exact(q, k, v).output_ratio(output) <= 1
+
+
+def test_one_query_is_a_tile_of_one_row_where_keys_are_shared_out(simulator):
+    """With as many threads as that allows."""
+    for Nq, Br, threads in ((1, 1, 64), (3, 3, 32), (9, 4, 128)):
+        x = np.zeros((1, 1, 9, 64), np.float32)
+        found = simulator.call("threads_of", x[..., :Nq, :], x, x, algorithm="split_kv")
+        assert found == (Br, threads)
+
+
 def test_another_tile_after_the_first_is_another_kernel(simulator):
     """A constant frozen at the first compile would show; source: fault E71."""
     q, k, v = np.random.default_rng(8).standard_normal((3, 1, 24, 5)).astype(np.float32)
@@ -276,6 +310,7 @@ def test_refusals_name_the_argument_its_value_and_what_is_accepted(simulator):
         ((wide, wide, wide), {}, "ValueError", "width of 1 to 256"),
         ((f32,) * 3, {"algorithm": "flash9"}, "ValueError", "one of 'standard', 'flash1'"),
         ((f32,) * 3, {"tiles": (8, 6)}, "ValueError", "multiple of 4"),
+        ((f32,) * 3, {"tiles": (32, 256), "threads": (8, 256)}, "ValueError", "1024 in all"),
         ((f32,) * 3, {"tiles": (512, 512)}, "SharedMemoryError", "bytes of shared memory"),
         ((f32,) * 3, {"block_mask": np.ones((1, 1), bool)}, "ValueError", "tiles=None"),
         ((f32,) * 3, {"attn_mask": np.zeros((3, 3))}, "TypeError", "attn_mask.dtype"),

@@ -1,7 +1,7 @@
 """Every kernel compiles, and assembles for two architectures: no GPU is needed for that.
 
-The simulator takes any Python, and PTX alone proves nothing: it may not assemble, or keep its tiles
-in slow memory. Source: faults E73, E76.
+By link-time optimisation, as for a launch. The simulator takes any Python, and PTX alone proves
+nothing: it may not assemble, or keep its tiles in slow memory. Source: faults E73, E76.
 """
 
 import pytest
@@ -25,14 +25,18 @@ def compiler():
     process.close()
 
 
+SPILLS = {("flash1_backward", "sm_80"): 256, ("load_only flash1", "sm_80"): 40}  # bytes, at most
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_default_tiles_stay_in_registers(compiler, name):
     """No spills, no local memory, no float64, and a block's registers fit a multiprocessor.
 
-    But for FlashAttention's backward kernel on sm_80, which has eight matrices to address.
+    But on sm_80 for FlashAttention's backward kernel, which has eight matrices to address, and for
+    the loads alone of its forward kernel, of which the assembler fits two blocks there.
     """
     for arch, said in compiler.call("assembled", name, 64, ("sm_80", "sm_90a")).items():
-        spills = 256 if (name, arch) == ("flash1_backward", "sm_80") else 0
+        spills = SPILLS.get((name, arch), 0)
         assert said["spill_bytes"] <= spills
         assert said["stack_bytes"] <= spills
         assert said["wide_floats"] == 0

@@ -26,7 +26,9 @@ def main():
             )
     q, k, v = (rng.standard_normal((1, 2, n, 64)).astype(np.float16) for n in (150, 200, 200))
     for is_causal in (False, True):
-        kernels.attention(q, k, v, algorithm="hopper", is_causal=is_causal)
+        what = {"algorithm": "hopper", "is_causal": is_causal}
+        out = kernels.attention(q, k, v, **what)
+        kernels.attention_backward(q, k, v, out.output, out.lse, q, **what)
     kernels.attention(q[..., :1, :], k, v, algorithm="hopper_split_kv")
     for d, what in ((64, {"is_causal": True}), (128, {"window": (30, 5)}), (64, {})):
         q, k, v = (rng.standard_normal((1, 2, n, d)).astype(np.float16) for n in (150, 200, 200))

@@ -118,3 +118,103 @@ def test_strided_arrays_are_taken_where_they_are():
     )
     assert strided.algorithm == copied.algorithm == "hopper"
     assert torch.equal(strided.output, copied.output)
+
+
+def seen(Nq, Nk, is_causal=False, window=(None, None)):
+    """Bool (Nq, Nk), aligned bottom-right, on the GPU."""
+    torch = pytest.importorskip("torch")
+    apart = torch.arange(Nk)[None] - torch.arange(Nq)[:, None] - (Nk - Nq)
+    left, right = window
+    keep = torch.ones(Nq, Nk, dtype=torch.bool)
+    if is_causal:
+        keep &= apart <= 0
+    if left is not None:
+        keep &= apart >= -left
+    if right is not None:
+        keep &= apart <= right
+    return keep.cuda()
+
+
+def gradients_hold(q, k, v, do, **what):
+    """Each at most twice as far from float64 as those of PyTorch's fused attention."""
+    torch = pytest.importorskip("torch")
+    out = kernels.attention(q, k, v, algorithm="hopper", enable_gqa=True, **what)
+    plan = kernels.plan_backward(
+        q, k, v, out.output, out.lse, do, algorithm="hopper", enable_gqa=True, **what
+    )
+    assert plan.algorithm == "hopper"
+    plan.launch()
+    mask, found = seen(q.shape[-2], k.shape[-2], **what), []
+    for x in ([y.double() for y in (q, k, v)], (q, k, v)):
+        x = [y.clone().requires_grad_() for y in x]
+        o = torch.nn.functional.scaled_dot_product_attention(*x, attn_mask=mask, enable_gqa=True)
+        found.append(torch.autograd.grad(o, x, do.to(o.dtype)))
+    for name, right, theirs in zip(("dQ", "dK", "dV"), *found, strict=True):
+        ours = plan.result(name)
+        assert torch.isfinite(ours).all()
+        assert (ours.double() - right).abs().max() <= 2 * (theirs.double() - right).abs().max()
+
+
+def drawn(batch, heads, kv_heads, Nq, Nk, d, dtype):
+    """q, k, v, do on the GPU."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(Nq + Nk + d)
+    shapes = [(batch, n, N, d) for n, N in ((heads, Nq), (kv_heads, Nk), (kv_heads, Nk))]
+    kind = getattr(torch, dtype)
+    return [torch.randn(s, device="cuda", dtype=kind) for s in (*shapes, shapes[0])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("d", [64, 72, 128])
+@pytest.mark.parametrize("Nq, Nk", [(1024, 1024), (1000, 1100), (77, 2000), (1, 700)])
+def test_gradients_are_at_most_twice_as_far_off_as_those_of_pytorch(dtype, is_causal, d, Nq, Nk):
+    q, k, v, do = drawn(2, 4, 2, Nq, Nk, d, dtype)
+    gradients_hold(q, k, v, do, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("window", [(100, 0), (50, 50)])
+def test_gradients_with_windows(window):
+    q, k, v, do = drawn(1, 2, 2, 500, 500, 64, "float16")
+    gradients_hold(q, k, v, do, window=window)
+
+
+@pytest.mark.parametrize("Br, d", [(64, 64), (128, 64), (64, 128)])
+def test_gradients_of_keys_and_values_have_the_same_bits_every_time(Br, d):
+    """A race would show. dQ is added up in an open order, so it may differ in its last bits."""
+    torch = pytest.importorskip("torch")
+    q, k, v, do = drawn(2, 8, 8, 1500, 1500, d, "float16")
+    out = kernels.attention(q, k, v, algorithm="hopper", is_causal=True)
+    what = {"algorithm": "hopper", "tiles": (Br, 128), "is_causal": True}
+    plan = kernels.plan_backward(q, k, v, out.output, out.lse, do, **what)
+    plan.launch()
+    first = [plan.result(x).clone() for x in ("dQ", "dK", "dV")]
+    for _ in range(20):
+        plan.launch()
+        dQ, *rest = (plan.result(x) for x in ("dQ", "dK", "dV"))
+        assert all(map(torch.equal, rest, first[1:]))
+        assert (dQ - first[0]).abs().max() <= 2e-3 * first[0].abs().max()
+
+
+def test_gradients_take_nothing_from_behind_a_mask():
+    torch = pytest.importorskip("torch")
+    q, k, v, do = drawn(1, 1, 1, 400, 400, 128, "float16")
+
+    def run():
+        out = kernels.attention(q, k, v, algorithm="hopper", is_causal=True)
+        what = {"algorithm": "hopper", "is_causal": True}
+        return kernels.attention_backward(q, k, v, out.output, out.lse, do, **what)
+
+    clean = run()
+    real = q[:, :, 30].clone(), do[:, :, 50, 7].clone()
+    q[:, :, 30], do[:, :, 50, 7] = torch.nan, torch.inf
+    dQ, dK, dV = run()
+    assert dQ[:, :, 30].isnan().all()
+    assert not dV[:, :, :51, 7].isfinite().any()
+    assert torch.equal(dK[:, :, 51:], clean[1][:, :, 51:])
+    assert torch.equal(dV[:, :, 51:], clean[2][:, :, 51:])
+    q[:, :, 30], do[:, :, 50, 7] = real
+    k[:, :, 330], v[:, :, 360, 5] = torch.nan, torch.inf
+    dQ, *_ = run()
+    assert dQ[:, :, 330:].isnan().all()
+    assert (dQ[:, :, :330] - clean[0][:, :, :330]).abs().max() <= 2e-3 * clean[0].abs().max()

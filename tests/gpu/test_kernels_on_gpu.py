@@ -278,3 +278,17 @@ def test_refusals_name_what_is_wrong():
         kernels.attention(torch.zeros(64, 64), k[0, 0], v[0, 0])
     with pytest.raises(TypeError, match=r"k\.dtype"):
         kernels.attention(q, k.astype(np.float16), v)
+
+
+def last_of_shared_memory(at, out):
+    sm = gpu.cuda.shared.array(0, gpu.float32)
+    sm[at] = out[0] + gpu.float32(1)
+    out[0] = sm[at]
+
+
+def test_a_kernel_may_have_less_shared_memory_than_before_and_then_as_much_again():
+    run, out = gpu.kernel(1)(last_of_shared_memory), gpu.cuda.to_device(np.zeros(1, np.float32))
+    sizes = [200, 1, 100, 60, 200]  # KB; the first time more than it would get unasked
+    for size in sizes:
+        gpu.launch(run, 1, 1, 1024 * size, 0, (np.int64(256 * size - 1), out))
+    assert out.copy_to_host() == [len(sizes)]
