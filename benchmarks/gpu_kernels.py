@@ -13,6 +13,8 @@ import dataclasses
 import json
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 from numba import cuda
@@ -22,7 +24,7 @@ import flashsim as fs
 from flashsim import kernels
 from flashsim.measure.bench import header
 from flashsim.measure.counters import command, parse_csv
-from flashsim.measure.timing import milliseconds
+from flashsim.measure.timing import compile_steps, compilers, milliseconds
 
 BIG = (4, 16, 4096, 64)
 WIDE = (2, 16, 4096, 128)
@@ -43,6 +45,42 @@ COUNTED = [
     ("ampere", WIDE, "float16", (128, 64), {"is_causal": True}),
 ]
 MODELLED = {"ampere": "flash2"}  # by the closed form of another name
+# (algorithm, backward, shape, is_causal), in float16 with the tiles that a call picks
+TENSOR_CORES = [
+    (algorithm, backward, shape, is_causal)
+    for algorithm in ("hopper", "ampere")
+    for shape in (BIG, WIDE)
+    for is_causal in ((False, True) if algorithm == "hopper" else (False,))
+    for backward in (False, True)
+]
+
+COUNTING = "counting "
+
+SMALL = (2, 4, 2048, 64)
+CHECKED = [
+    *(("flash2", SMALL, dtype, {}) for dtype in ("float32", "float16", "bfloat16")),
+    *((algorithm, SMALL, "float32", {}) for algorithm in ("standard", "flash1", "split_kv")),
+    ("flash2", (2, 4, 2000, 64), "float32", {"is_causal": True}),
+]
+LONG = (1, 1, 131072, 64)
+# (shape, dtype, is_causal, [(algorithm, tiles)])
+TIMED = [
+    (
+        BIG,
+        "float32",
+        False,
+        [("flash2", (128, 64)), ("standard", (128, 64)), ("flash1", (128, 128))],
+    ),
+    (BIG, "float32", True, [("flash2", (128, 64))]),
+    (BIG, "float16", False, [("flash2", (128, 64))]),
+    (WIDE, "float32", False, [("flash2", (128, 64))]),
+    (LONG, "float32", False, [("flash2", (128, 64))]),
+]
+BACKWARD = ("flash2", "flash2-two-kernel", "flash1")
+DECODING = (8, 16, 32768, 64)
+DECODED = [
+    ("split_kv", (1, 64)), ("split_kv", (4, 64)), ("split_kv", (4, 32)), ("flash2", (16, 64)),
+]  # fmt: skip
 
 
 def normal(shape, dtype, seed):
@@ -130,7 +168,7 @@ def backward_times(shape, dtype):
     do = torch.randn_like(q)
     out = kernels.attention(q, k, v)
     rows = []
-    for algorithm in ("flash2", "flash2-two-kernel", "flash1"):
+    for algorithm in BACKWARD:
         made = kernels.plan_backward(q, k, v, out.output, out.lse, do, algorithm=algorithm)
         rows.append(timed(f"{algorithm} backward | {label}", [made.launch], flops))
     x = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -159,8 +197,7 @@ def decode_times(batch, heads, N, d, dtype):
     label = f"decode {batch},{heads},{N},{d} {dtype}"
     flops = 4 * batch * heads * N * d
     rows = []
-    contestants = [("split_kv", (16, 64)), ("split_kv", (4, 64)), ("split_kv", (4, 32))]
-    for algorithm, tiles in [*contestants, ("flash2", (16, 64))]:
+    for algorithm, tiles in DECODED:
         made = kernels.plan(q, k, v, algorithm=algorithm, tiles=tiles)
         name = f"{algorithm} {tiles[0]}x{tiles[1]} | {label}"
         rows.append(timed(name, [made.launch], flops))
@@ -197,6 +234,38 @@ def errors(shape, dtype, algorithm, **what):
     return row
 
 
+def compile_one(job):
+    """Compile the kernels of a call, or of its backward pass."""
+    algorithm, (_, _, N, d), dtype, what, queries, backward = job
+    q, k, v = (normal((1, 1, n, d), dtype, 0) for n in (queries or N, N, N))
+    if backward:
+        lse = torch.zeros(q.shape[:-1], device="cuda")
+        made = kernels.plan_backward(q, k, v, q, lse, q, algorithm=algorithm)
+    else:
+        made = kernels.plan(q, k, v, algorithm=algorithm, **what)
+    compile_steps(made.steps)
+
+
+def jobs():
+    """What `compile_one` is told, for all that is launched below."""
+    found = [(*case, None, False) for case in CHECKED]
+    for shape, dtype, is_causal, algorithms in TIMED:
+        for algorithm, tiles in algorithms:
+            what = {"tiles": tiles, "is_causal": is_causal}
+            found.append((algorithm, shape, dtype, what, None, False))
+    for algorithm, shape, dtype, tiles, what in COUNTED:
+        found.append((algorithm, shape, dtype, {"tiles": tiles, **what}, None, False))
+    found += [(a, DECODING, "float32", {"tiles": tiles}, 1, False) for a, tiles in DECODED]
+    return found + [(a, BIG, "float32", {}, None, True) for a in BACKWARD]
+
+
+def compile_ahead():
+    """Compile it, in processes beside each other, which keep it on disk."""
+    with ProcessPoolExecutor(compilers(), get_context("spawn")) as pool:
+        for done in [pool.submit(compile_one, job) for job in jobs()]:
+            done.result()
+
+
 def launch_counted():
     """What runs under ncu: each case once, in order."""
     for algorithm, shape, dtype, tiles, what in COUNTED:
@@ -208,17 +277,83 @@ def launch_counted():
                     dataclasses.replace(made, steps=[step]).launch()
             torch.cuda.synchronize()
         torch.cuda.empty_cache()
+    for case in TENSOR_CORES:
+        made = tensor_plan(*case)
+        tiles = made.tile.Br, made.tile.Bc
+        print(COUNTING + json.dumps([tiles, [step.name for step in made.steps]]), flush=True)
+        torch.cuda.synchronize()
+        with cuda.profiling():
+            made.launch()
+            torch.cuda.synchronize()
+        del made
+
+
+def tensor_plan(algorithm, backward, shape, is_causal):
+    """The launches of a case of TENSOR_CORES."""
+    what = {"algorithm": algorithm, "is_causal": is_causal}
+    q, k, v = inputs(shape, "float16")
+    if not backward:
+        return kernels.plan(q, k, v, **what)
+    lse = torch.full(q.shape[:-1], 9.0, device="cuda")
+    return kernels.plan_backward(q, k, v, torch.randn_like(q), lse, torch.randn_like(q), **what)
+
+
+def tensor_model(algorithm, backward, shape, is_causal, tiles):
+    """Bytes into and out of the multiprocessors by launch: FlashAttention-2's, shared out."""
+    B, H, N, d = shape
+    Br, Bc = reversed(tiles) if backward and algorithm == "ampere" else tiles  # keys are its rows
+    cost = fs.io_cost(
+        "flash2", N=N, d=d, Br=Br, Bc=Bc, heads=H, batch=B, dtype="float16", backward=backward,
+        is_causal=is_causal,
+    )  # fmt: skip
+    if not backward:
+        return {algorithm: (cost.read_bytes, cost.written_bytes)}
+    rows, numbers, reads, writes = B * H * N, B * H * N * d, cost.reads, cost.writes
+    read_again = reads["Q"] + reads["K"] + reads["V"] + reads["dO"] - numbers
+    added = writes["dQ"] - numbers  # in the L2: it enters no multiprocessor
+    statistics = 2 if algorithm == "hopper" else 1  # of a row: D, and L in another base
+    return {
+        "zeros": (0, 4 * numbers),
+        "D": (2 * 2 * numbers + 4 * rows * (statistics - 1), 4 * rows * statistics),
+        f"{algorithm}_backward": (
+            2 * read_again + 4 * (reads["L"] + reads["D"]),
+            4 * added + 2 * (writes["dK"] + writes["dV"]),
+        ),
+        "finish" if algorithm == "hopper" else "round": (4 * numbers, 2 * numbers),
+    }
+
+
+def tensor_rows(made, launches):
+    """Of each case, [(tiles, names of its launches)], what was counted beside the model."""
+    rows, left = [], iter(launches)
+    for case, (tiles, names) in zip(TENSOR_CORES, made, strict=True):
+        model = tensor_model(*case, tiles)
+        algorithm, backward, shape, is_causal = case
+        what = {"algorithm": algorithm, "backward": backward, "shape": shape}
+        what |= {"is_causal": is_causal, "dtype": "float16", "tiles": tiles}
+        for name in names:
+            found, (read, written) = next(left), model[name]
+            ratio = {
+                "read_ratio": found["sm_read_bytes"] / read if read else None,
+                "write_ratio": found["sm_written_bytes"] / written,
+            }
+            moved = {"model_read_bytes": read, "model_written_bytes": written}
+            counted = {name: x for name, x in found.items() if name != "kernel"}
+            rows.append({**what, "step": name, **moved, **ratio, **counted})
+    return rows
 
 
 def counters():
     """Bytes that ncu counts for each case, beside the closed form."""
     program = [sys.executable, __file__, "--launch-counted"]
     done = subprocess.run(command(program), capture_output=True, text=True)
+    said = done.stdout + done.stderr
     try:
-        found = parse_csv(done.stdout + done.stderr)
+        found = parse_csv(said)
     except ValueError as error:
         return [{"error": str(error)}]
-    rows = []
+    rows, lines = [], said.splitlines()
+    made = [json.loads(x.removeprefix(COUNTING)) for x in lines if x.startswith(COUNTING)]
     for algorithm, shape, dtype, tiles, what in COUNTED:
         B, H, N, d = shape
         launches_of_it = 3 if algorithm == "standard" else 1
@@ -243,7 +378,7 @@ def counters():
             for k in ("algorithm", "shape", "dtype", "tiles", "read_ratio", "write_ratio")
         }
         print(shown, what, flush=True)
-    return rows
+    return rows + tensor_rows(made, found)
 
 
 def main():
@@ -262,24 +397,15 @@ def main():
         with open(options.out, "w") as file:
             json.dump(result, file, indent=1)
 
+    compile_ahead()
     if not options.only_counters:
-        for dtype in ("float32", "float16", "bfloat16"):
-            result["errors"].append(errors((2, 4, 2048, 64), dtype, "flash2"))
-        for algorithm in ("standard", "flash1", "split_kv"):
-            result["errors"].append(errors((2, 4, 2048, 64), "float32", algorithm))
-        result["errors"].append(errors((2, 4, 2000, 64), "float32", "flash2", is_causal=True))
-        save()
-        three = [("flash2", (128, 64)), ("standard", (128, 64)), ("flash1", (128, 128))]
-        result["times"] += forward_times(BIG, "float32", False, three)
-        save()
-        result["times"] += forward_times(BIG, "float32", True, [("flash2", (128, 64))])
-        result["times"] += forward_times(BIG, "float16", False, [("flash2", (128, 64))])
-        result["times"] += forward_times(WIDE, "float32", False, [("flash2", (128, 64))])
-        save()
+        for algorithm, shape, dtype, what in CHECKED:
+            result["errors"].append(errors(shape, dtype, algorithm, **what))
+        for case in TIMED:
+            result["times"] += forward_times(*case)
+            save()
         result["times"] += backward_times(BIG, "float32")
-        result["times"] += decode_times(8, 16, 32768, 64, "float32")
-        long = forward_times((1, 1, 131072, 64), "float32", False, [("flash2", (128, 64))])
-        result["times"] += long
+        result["times"] += decode_times(*DECODING, "float32")
         save()
     if options.counters or options.only_counters:
         result["counters"] = counters()

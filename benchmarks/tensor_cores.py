@@ -13,7 +13,9 @@ import argparse
 import json
 import statistics
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
+from multiprocessing import get_context
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,9 +27,12 @@ from flashsim import kernels
 from flashsim.cost.devices import device
 from flashsim.kernels import gpu
 from flashsim.measure.bench import header, require_gpu
+from flashsim.measure.timing import compile_steps, compilers
 
 OURS = ("hopper", "ampere")
 LENGTHS, DECODED = (1024, 2048, 4096, 8192, 16384), (65536, 131072)
+FLEX_LENGTHS = (4096, 16384)  # each is compiled anew, which takes long
+ROUNDS, PAUSE_CYCLES = 40, 300_000
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -42,7 +47,7 @@ def with_backend(backend, q, k, v, **what):
         return sdpa(q, k, v, **what)
 
 
-def medians(calls, rounds=60):
+def medians(calls):
     """Milliseconds of each contestant by name, in turns; of one that does not run, the reason."""
     errors, times = {}, {}
     for name, call in calls.items():
@@ -54,15 +59,32 @@ def medians(calls, rounds=60):
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"[:200]
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, found in times.items():
-            calls[name]()  # so that the GPU is busy while Python launches the timed call
+            calls[name]()
+            torch.cuda._sleep(PAUSE_CYCLES)  # meanwhile Python launches the timed call
             start.record()
             calls[name]()
             stop.record()
             stop.synchronize()
             found.append(start.elapsed_time(stop))
     return {name: statistics.median(x) for name, x in times.items()}, errors
+
+
+def compile_one(algorithm, d, is_causal, backward):
+    """Compile the kernels of a case, which stay on disk."""
+    q, lse = normal(1, 1, 256, d), torch.zeros(1, 1, 256, device="cuda")
+    what = {"algorithm": algorithm, "is_causal": is_causal}
+    made = kernels.plan_backward(q, q, q, q, lse, q, **what) if backward else None
+    compile_steps((made or kernels.plan(q, q, q, **what)).steps)
+
+
+def compile_ahead():
+    """Compile all that is timed, in processes beside each other."""
+    with ProcessPoolExecutor(compilers(), get_context("spawn")) as pool:
+        cases = product(OURS, (64, 128), (False, True), (False, True))
+        for done in [pool.submit(compile_one, *case) for case in cases]:
+            done.result()
 
 
 def flex(q, k, v, is_causal):
@@ -82,7 +104,8 @@ def forward(N, d, is_causal, preset):
     calls = {x: p.launch for x, p in plans.items() if p.algorithm == x}
     for name, backend in BACKENDS.items():
         calls[name] = lambda b=backend: with_backend(b, q, k, v, is_causal=is_causal)
-    calls["flex"] = flex(q, k, v, is_causal)
+    if N in FLEX_LENGTHS:
+        calls["flex"] = flex(q, k, v, is_causal)
     found, errors = medians(calls)
     tile = plans["hopper"].tile
     return {
@@ -120,10 +143,10 @@ def decoding(N, d=128, key_heads=8, group=8):
 def backward(N, d, is_causal):
     """A row of the table of backward passes; the peers' forward pass is not timed either."""
     q, k, v, do = (normal(TOKENS // N, MODEL // d, N, d) for _ in range(4))
-    what = {"algorithm": "ampere", "is_causal": is_causal}
-    out = kernels.attention(q, k, v, **what)
-    plan = kernels.plan_backward(q, k, v, out.output, out.lse, do, **what)
-    calls = {plan.algorithm: plan.launch}
+    out = kernels.attention(q, k, v, algorithm=OURS[0], is_causal=is_causal)
+    given = q, k, v, out.output, out.lse, do
+    plans = {x: kernels.plan_backward(*given, algorithm=x, is_causal=is_causal) for x in OURS}
+    calls = {x: p.launch for x, p in plans.items() if p.algorithm == x}
     for name, backend in BACKENDS.items():
         x = [t.clone().requires_grad_() for t in (q, k, v)]
         o = with_backend(backend, *x, is_causal=is_causal)
@@ -151,6 +174,7 @@ def main():
         require_gpu()
     except OSError as missing:
         sys.exit(f"tensor_cores: {str(missing).removeprefix('bench: ')}")
+    compile_ahead()
     torch.manual_seed(0)
     tables = ("errors", "forward", "backward", "decoding")
     result = {"header": header(flush=False), **{table: [] for table in tables}}
@@ -160,14 +184,20 @@ def main():
     for d, is_causal, N in product((64, 128), (False, True), LENGTHS):
         result["forward"].append(forward(N, d, is_causal, device(options.gpu)))
         print(shown(result["forward"][-1]), flush=True)
-    for d, is_causal, N in product((64, 128), (False, True), LENGTHS):
-        result["backward"].append(backward(N, d, is_causal))
-        print("backward", shown(result["backward"][-1], products=5), flush=True)
+    save(result, options.out)
     if gpu.compute_capability() == (9, 0):
         for N in DECODED:
             result["decoding"].append(decoding(N))
             print(result["decoding"][-1], flush=True)
-    with open(options.out, "w", encoding="utf-8") as file:
+    for d, is_causal, N in product((64, 128), (False, True), LENGTHS):
+        result["backward"].append(backward(N, d, is_causal))
+        print("backward", shown(result["backward"][-1], products=5), flush=True)
+    save(result, options.out)
+
+
+def save(result, out):
+    """Write what there is so far."""
+    with open(out, "w", encoding="utf-8") as file:
         json.dump(result, file, indent=1)
 
 

@@ -1,6 +1,6 @@
 """Which tiles the kernel for warpgroups should have on this GPU: all are tried, the fastest told.
 
-    python benchmarks/tune.py --out tiles.json    # some minutes, most of them compiling
+    python benchmarks/tune.py --out tiles.json    # some minutes, half of them compiling
     python benchmarks/tune.py --predict           # no GPU: the candidates, and what is predicted
 
 The candidates are all that fit: queries, keys, stages, and whether the consumers take turns. Each
@@ -11,8 +11,10 @@ flashsim.cost.schedule allows it: its pipeline alone, at peak rates, with two co
 import argparse
 import json
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from itertools import product
+from multiprocessing import get_context
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from flashsim.cost.schedule import tile_times, timeline
 from flashsim.kernels import gpu
 from flashsim.kernels.warpgroup_tiles import WarpgroupTile
 from flashsim.measure.bench import header, require_gpu
-from flashsim.measure.timing import inputs, milliseconds
+from flashsim.measure.timing import compile_steps, compilers, inputs, milliseconds
 
 ROOM = 227 * 1024  # bytes of shared memory of a block, on compute capability 9.0
 WIDTHS, TOKENS, MODEL = (64, 128, 256), 16384, 2048  # MODEL: heads x d
@@ -53,6 +55,21 @@ def predicted_ms(tile, N, is_causal, preset):
     cycles = {n: timeline(pipeline, times, n).total_cycles for n in set(lengths)}
     whole = batch * heads * sum(cycles[n] for n in lengths)
     return 1e3 * whole / preset.sm_count / preset.boost_clock_hz
+
+
+def compile_one(tile, is_causal):
+    """Compile a candidate, which stays on disk."""
+    x = np.zeros((1, 1, 256, tile.d), "float16")
+    what = {"algorithm": "hopper", "tile": tile, "is_causal": is_causal}
+    compile_steps(kernels.plan(x, x, x, **what).steps)
+
+
+def compile_ahead(widths):
+    """Compile all candidates, in processes beside each other."""
+    tiles = [tile for d in widths for tile in candidates(d)]
+    with ProcessPoolExecutor(compilers(), get_context("spawn")) as pool:
+        for done in [pool.submit(compile_one, *job) for job in product(tiles, (False, True))]:
+            done.result()
 
 
 def error(tile, is_causal):
@@ -95,6 +112,7 @@ def main():
     parser.add_argument("--predict", action="store_true", help="measure nothing")
     parser.add_argument("--gpu", default="h200", help="the preset that is predicted for")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="d, up to 256")
     options = parser.parse_args()
     preset = device(options.gpu)
     if not options.predict:
@@ -106,8 +124,9 @@ def main():
         if gpu.compute_capability() != (9, 0):
             found = ".".join(map(str, gpu.compute_capability()))
             sys.exit(f"tune: expected a GPU of compute capability 9.0, this one has {found}")
+        compile_ahead(options.widths)
     rows, chosen = [], []
-    for d, is_causal in product(WIDTHS, (False, True)):
+    for d, is_causal in product(options.widths, (False, True)):
         tiles = candidates(d)
         if not options.predict:
             tiles = [t for t in tiles if error(t, is_causal) <= FAR]

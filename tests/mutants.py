@@ -37,7 +37,7 @@ class Mutant(NamedTuple):
     """`old`, which must occur exactly once in `place`, becomes `new`."""
 
     name: str
-    place: str  # file in flashsim/, or file::function, or file::Class.method
+    place: str  # file in flashsim/ or kernels/, or file::function, or file::Class.method
     old: str
     new: str
     tests: tuple[str, ...]  # test files that look first
@@ -973,6 +973,86 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("memory.py::part", "record"): [
         ("a part of a part counts from the first part", "_moved(where, A.within)", "where"),
     ],
+    ("kernels/hopper.py::flash_attention_3.hopper", "hopper"): [
+        ("S is used before it is there", "all_but_one()\n                        have_S(S, 0)", "have_S(S, 0)"),
+        ("O is used before it is there", "all_products()\n                        have_O(Oi, 0)", "have_O(Oi, 0)"),
+        ("V of the tile before is not waited for", "wait_until_full(base, full_V, n - 1)\n", "pass\n"),
+        ("V of the tile instead of the one before", "tile_at(base, V_at, n - 1), KV_panel", "tile_at(base, V_at, n), KV_panel"),
+        ("the last V is not waited for", "wait_until_full(base, full_V, n_stop - 1)", "pass"),
+        ("later tiles are not masked", "j0 = int32(j0 + Bc)\n                        mask(S", "mask(S"),
+        ("O is not rescaled", "rounded(S, P)\n                        rescale(Oi, alpha)", "rounded(S, P)"),
+        ("O is not divided by l", "rescale(Oi, alpha)\n                if wide", "if wide"),
+        ("O of the turn before stays", "Oi[n] = float32(0)", "pass"),
+        ("the last tile that a warpgroup sees is left out", "n_stop = uint32(n_first + stop - first)", "n_stop = uint32(n_first + stop - first - 1)"),
+        ("all warpgroups have the first rows", "r0 = int32(i0 + warpgroup * ROWS)", "r0 = int32(i0)"),
+        ("lse in base 2", "shift * float32(ln2) + log(l[r])", "shift + log(l[r])"),
+    ],
+    ("kernels/hopper.py::flash_attention_3", "hopper"): [
+        ("full is waited for a phase early", "mbarrier_wait(bar(base, which, n), parity(n))", "mbarrier_wait(bar(base, which, n), uint32(1 - parity(n)))"),
+        ("K is overwritten", "wait_until_empty(base, empty_K, n)", "pass"),
+        ("V is overwritten", "wait_until_empty(base, empty_V, n)", "pass"),
+        ("Q is overwritten", "mbarrier_wait(uint32(base + uint32(empty_Q)), uint32(1 - turn % uint32(2)))", "pass"),
+        ("every block does everything", "item = uint32(uint32(cuda.gridDim.x) + cuda.atomic.add(counter, 0, uint32(1)))", "item = uint32(turn)"),
+        ("the counter stays as it is", "counter[0] = 0", "pass"),
+        ("a head of its own for each query head", "h // group", "h"),
+        ("a batch for each part", "part_b % batch", "part_b"),
+        ("values are not looked at", "words[seen_at(sm, base, n)] = int32(n + 1)", "pass"),
+        ("inf and NaN that are seen are lost", "add_not_finite(sm, at, O, int32(row + lo), int32(row + hi))", "pass"),
+        ("inf and NaN are multiplied", "clear_not_finite(sm, at, thread)", "pass"),
+        ("O leaves before it is fenced", "put(sm, element(sm, sO), Oi, within)\n        fence_proxy_async()", "put(sm, element(sm, sO), Oi, within)"),
+        ("what is after the band is seen", "edge[r] = min(edge[r], int32(i + 8 * r + hi - j))", "pass"),
+        ("what is before the band is seen", "mask_before(S, edge)", "pass"),
+        ("keys that are not there are seen", "edge[r] = int32(Nk - 1 - j)", "edge[r] = int32(Bc)"),
+    ],
+    ("kernels/cache.py::constants", "hopper"): [
+        ("a kernel's name has an address", "x.__qualname__ if isfunction(x) else repr(x)", "repr(x)"),
+    ],
+    ("kernels/hopper_backward.py::flash_attention_3_backward.hopper_backward", "hopper_backward"): [
+        ("dS is not fenced", "dS, within)\n                fence_proxy_async()", "dS, within)"),
+        ("dS is used before the others put theirs", "bar_sync(everyone, computing)  # dS is there, and the place for dQ is free", "bar_sync(mine + warpgroup, WARPGROUP)"),
+        ("dQ leaves from where the next one goes", "tma_wait_group_read()\n", "pass\n"),
+        ("dQ is not fenced", "dQi)\n                fence_proxy_async()", "dQi)"),
+        ("dQ leaves before all have put it", "bar_sync(mine + warpgroup, WARPGROUP)\n                if leader:  # dQ", "if leader:  # dQ"),
+        ("S is used before it is there", "all_but_one()\n                have_S(S, 0)", "have_S(S, 0)"),
+        ("dP is used before it is there", "tid)\n                    all_but_one()", "tid)"),
+        ("K and V are left while others read them", "bar_sync(everyone, computing)  # nobody needs K_j or V_j any more", "pass"),
+        ("a wrong panel of dS", "descriptor(dS_part, KV_panel)", "descriptor(dS_part, Q_panel)"),
+        ("all parts of dQ are of the first queries", " + chunk % PANEL * 2)", ")"),
+        ("dK without the scale", "dKj[n] *= scale * float32(ln2)", "pass"),
+        ("P is not masked", "clear_masked(S, key", "pass; (S, key"),
+        ("dS is not masked", "clear_masked(dP, key", "pass; (dP, key"),
+        ("every warpgroup has the first keys", "key = int32(r0 + within)", "key = int32(j0 + within)"),
+        ("the last tile of queries is left out", "uint32(stop + (Br - 1)) // uint32(Br)", "uint32(stop) // uint32(Br)"),
+        ("tiles of queries that see no key are visited", "stop = min(stop, int32(min(j0 + Bc, Nk) - lo))", "pass"),
+        ("a group's second head begins at its first query", "h, i = uint32(h + 1), i_first", "h, i = uint32(h + 1), uint32(0)"),
+        ("a cleared K stays", "if banded and hidden and bad_K:\n                    bring", "if False:\n                    bring"),
+        ("a K with NaN is multiplied", "if banded and hidden and bad_K:\n                    set", "if False:\n                    set"),
+    ],
+    ("kernels/hopper_backward.py::flash_attention_3_backward", "hopper_backward"): [
+        ("the phase is that of the tile", "uint32(n) // uint32(STAGES) % uint32(2)", "uint32(n) % uint32(2)"),
+        ("full is waited for a phase early", "mbarrier_wait(bar_of(bars, which, n), parity(n))", "mbarrier_wait(bar_of(bars, which, n), uint32(1 - parity(n)))"),
+        ("Q is overwritten", "wait_until_empty(bars, empty_Q, n)", "pass"),
+        ("dO is overwritten", "wait_until_empty(bars, empty_dO, n)", "pass"),
+        ("a K that comes back is not waited for", "mbarrier_wait(full, times % uint32(2))", "pass"),
+        ("a K that comes back is waited for once", "times % uint32(2)", "uint32(0)"),
+        ("a K that comes back is read by products", "        bar_sync(everyone, computing)  # no product reads K_j\n", ""),
+        ("a part of K is still NaN", "fence_proxy_async()\n        bar_sync(everyone, computing)\n\n    @device\n    def bring", "fence_proxy_async()\n\n    @device\n    def bring"),
+        ("a part of dO is still NaN", "fence_proxy_async()\n            bar_sync(everyone, computing)\n\n    @device\n    def start_dV", "fence_proxy_async()\n\n    @device\n    def start_dV"),
+        ("inf and NaN are looked for in dO alone", "not_finite(sm, Q, tid) | not_finite(sm, dO, tid)", "not_finite(sm, dO, tid)"),
+        ("what is before a window is seen", "j0 < i0 + Br - 1 + lo or ", ""),
+        ("inf and NaN of dO are lost", "add_not_finite(sm, dO, dV, int32(j - hi), int32(j - lo))", "pass"),
+        ("inf and NaN of Q are multiplied", "clear(sm, Q, tid)", "pass"),
+    ],
+    ("kernels/hopper_backward.py::row_statistics", "hopper_backward"): [
+        ("D is 0", "float32(0) if nothing else total", "float32(0)"),
+        ("D is a part of the row's", "total += shuffle_xor(total, uint32(apart))", "pass"),
+        ("L is not in base 2", "lse * float32(log2e)", "lse"),
+    ],
+    ("kernels/hopper_backward.py::finish", "hopper_backward"): [
+        ("dQ without the scale", "scale * float32(ln2)", "float32(1)"),
+        ("rows and columns of dQ change places", "int32(i + u % 2), int32(c + u // 2 * 8)", "int32(i + u // 2), int32(c + u % 2 * 8)"),
+        ("panels are taken for parts of the queries", "w // panels * queries", "w % panels * queries"),
+    ],
 }  # fmt: skip
 
 MUTANTS = [
@@ -1012,6 +1092,12 @@ def source_with(mutant: Mutant, source: str) -> str:
     return source[:start] + there.replace(mutant.old, mutant.new) + source[stop:]
 
 
+def source_file(root: Path, mutant: Mutant) -> Path:
+    """The mutant's file: kernels/ is imported as a part of flashsim/, but lies beside it."""
+    name = mutant.place.split("::")[0]
+    return root / ("" if name.startswith("kernels/") else "flashsim") / name
+
+
 def failure(copy: Path, tests: list[str]) -> str:
     """The first of the tests that fails, or "" if all pass."""
     done = subprocess.run(
@@ -1036,7 +1122,7 @@ def rewrite(file: Path, text: str) -> None:
 
 def killer(copy: Path, mutant: Mutant) -> str:
     """The test that notices the mutant, or ""."""
-    file = copy / "flashsim" / mutant.place.split("::")[0]
+    file = source_file(copy, mutant)
     right = file.read_text()
     first = [f"tests/test_{name}.py" for name in mutant.tests]
     others = [f"tests/test_{name}.py" for name in CORE if name not in mutant.tests]
@@ -1051,7 +1137,7 @@ def main(part: str = "") -> int:
     """Run the mutants whose name or place contains `part`, two at a time; 1 if one survives."""
     mutants = [m for m in MUTANTS if part in m.name or part in m.place]
     for mutant in mutants:  # a text that moved is found before anything runs
-        source_with(mutant, (ROOT / "flashsim" / mutant.place.split("::")[0]).read_text())
+        source_with(mutant, source_file(ROOT, mutant).read_text())
     workers = min(2, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()
@@ -1063,6 +1149,7 @@ def main(part: str = "") -> int:
                     shutil.copytree(ours, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
                 elif ours.exists():
                     shutil.copy(ours, copy / name)
+            (copy / "flashsim" / "kernels").symlink_to(copy / "kernels")
             (copy / "mutants_plugin.py").write_text(PLUGIN)
             copies.put(copy)
 
