@@ -32,7 +32,7 @@ from flashsim.measure.timing import compile_steps, compilers
 OURS = ("hopper", "ampere")
 LENGTHS, DECODED = (1024, 2048, 4096, 8192, 16384), (65536, 131072)
 FLEX_LENGTHS = (4096, 16384)  # each is compiled anew, which takes long
-ROUNDS, PAUSE_CYCLES = 40, 300_000
+ROUNDS, PAUSE_CYCLES = 40, 1_000_000
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 

@@ -54,6 +54,11 @@ class Operand:
         whole = item == STORED[self.dtype].itemsize and all(x % size == 0 for x in starts)
         return whole or 0 in self.shape
 
+    @property
+    def repeats(self) -> bool:
+        """Whether an element stands for several, as after broadcasting."""
+        return any(x == 0 for n, x in zip(self.shape, self.strides, strict=True) if n > 1)
+
     def on_gpu(self) -> Operand:
         """This operand, copied to the GPU if it is on the host."""
         if SIMULATED or self.address is not None:

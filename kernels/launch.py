@@ -413,6 +413,9 @@ def _ampere(p: Problem, made: Plan) -> None:
 
 def _hopper(p: Problem, made: Plan) -> None:
     tile = made.tile
+    if tile.held > tile.registers[1]:
+        accepted = f"tiles whose scores and output take at most {tile.registers[1]} registers"
+        raise bad("tiles", (tile.Br, tile.Bc), f"{accepted} of a thread, not {tile.held}")
     O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
     L = p.make(made, "L", (p.Nq,), "float32")
     args = hopper.arguments(p, tile, p.features, p.Q, O, L, p.group, p.Nk)
@@ -476,13 +479,25 @@ def _tensor_cores(p: Problem, *others: Operand) -> bool:
 
 
 def _warpgroups(p: Problem) -> bool:
-    """The same of the kernel for warpgroups, which takes any width that the copy engine does."""
-    return gpu.compute_capability() == (9, 0) and p.d % 8 == 0 and _sixteen_bits(p)
+    """The same of the kernel for warpgroups, which takes any width that the copy engine does.
+
+    A tensor map is of something, and its rows, heads and batches lie apart.
+    """
+    something = min(p.batch, p.heads, p.Nq, p.Nk) > 0
+    apart = all(not x.repeats for x in (p.q, p.k, p.v))
+    return (
+        gpu.compute_capability() == (9, 0)
+        and p.d % 8 == 0
+        and something
+        and apart
+        and _sixteen_bits(p)
+    )
 
 
 def _warpgroups_backward(p: Problem, *others: Operand) -> bool:
     """The same of the backward kernel, which holds all columns of dK and dV in registers."""
-    return _warpgroups(p) and p.d <= 128 and _sixteen_bits(p, *others)
+    apart = all(not x.repeats for x in others)
+    return _warpgroups(p) and p.d <= 128 and apart and _sixteen_bits(p, *others)
 
 
 def _one_query(p: Problem) -> bool:
@@ -803,6 +818,7 @@ def checked(
         Nq, Nk, is_causal=checks.flag("is_causal", is_causal), causal_align=causal_align,
         window=checks.window_sides(window),
     )  # fmt: skip
+    lo, hi = max(lo, -(Nq + Nk)), min(hi, Nq + Nk)  # farther no pair is apart
     p = checks.number("dropout_p", dropout_p, "a probability in [0, 1)")
     if not 0 <= p < 1:
         raise bad("dropout_p", dropout_p, "a probability in [0, 1)")

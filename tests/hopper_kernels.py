@@ -7,11 +7,12 @@ import importlib.util
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from flashsim.kernels import hopper, launch
+from flashsim.kernels import arrays, hopper, launch
 from flashsim.kernels.gpu import cuda, kernel, types, uint32
 from flashsim.kernels.ptx import mbarrier, shared, tma, warp, warpgroup, wgmma
 from flashsim.kernels.warpgroup_tiles import (
@@ -57,6 +58,11 @@ def again(q, k, v, tile):
 def ran(q, k, v, **what):
     """Which kernel a call would launch."""
     return launch.plan(q, k, v, **what).algorithm
+
+
+def repeats(x, strides):
+    """Whether an operand (3, 3, 1) of such strides is taken to repeat."""
+    return replace(arrays.operand("x", x), shape=(3, 3, 1), strides=strides).repeats
 
 
 def backward_ran(x, lse, **what):

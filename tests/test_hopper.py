@@ -219,7 +219,6 @@ CASES = {
     "a width between panels": (F16, (1, 1, 1, 20, 40, 72), (64, 16, 2, False), {}),
     "four panels": (BF16, (1, 1, 1, 65, 20, 256), (64, 16, 1, False), {}),
     "three consumers": (F16, (1, 1, 1, 150, 40, 64), (192, 16, 2, True), {}),
-    "no keys": (F16, (1, 1, 1, 5, 0, 64), (64, 16, 2, False), {}),
     "more work than blocks": (F16, (1, 4, 2, 90, 40, 64), (64, 16, 2, False), {"is_causal": True}),
     "the same, taking turns": (
         BF16,
@@ -308,6 +307,27 @@ def test_what_a_kernel_does_not_cover_is_left_to_the_plain_one(hopper):
     ]:
         x = drawn(0, np.dtype(dtype), 1, 1, 1, 4, 4, d)
         assert hopper("ran", *x, algorithm=algorithm, **what) == "flash2"
+
+
+def test_nothing_and_what_stands_for_several_is_left_to_the_plain_one(hopper):
+    """No map can be made of it."""
+    x = drawn(0, F16, 1, 2, 2, 4, 4, 64)[0]
+    for q, k in [(x, x[..., :0, :]), (x[..., :0, :], x), (x[:0], x[:0])]:
+        assert hopper("ran", q, k, k, algorithm="hopper") == "flash2"
+    assert [hopper("repeats", x, strides) for strides in ((8, 0, 2), (8, 2, 0))] == [True, False]
+
+
+def test_a_window_beyond_all_keys_is_none(hopper):
+    q, k, v = drawn(2, F16, 1, 1, 1, 20, 30, 64)
+    wide = hopper("attention", q, k, v, (64, 16, 2, False), window=(10**12, 10**12))
+    none = hopper("attention", q, k, v, (64, 16, 2, False))
+    np.testing.assert_array_equal(wide[1], none[1])
+
+
+def test_tiles_that_registers_do_not_hold_are_refused(hopper):
+    x = drawn(0, F16, 1, 1, 1, 4, 4, 64)
+    with pytest.raises(ValueError, match=r"tiles=\(192, 256\): .* 160 registers of a thread, not"):
+        hopper("ran", *x, algorithm="hopper", tiles=(192, 256))
 
 
 def test_large_logits_stay_within_the_bound(hopper):
