@@ -338,11 +338,11 @@ def test_an_infinite_l2_is_not_what_was_measured():
 
 
 def test_keys_of_a_head_that_two_waves_meet_are_read_twice():
-    """Standard attention's first kernel on an H200, d = 128: 148.95 MB, and Q, K are 134.2 MB."""
+    """Standard attention's first kernel on an H200, d = 128: 148.97 MB, and Q, K are 134.2 MB."""
     what = {"N": 4096, "d": 128, "batch": 2, "heads": 16, "Br": 128, "Bc": 64, "slots": 132}
     found = dram_cost("standard", **what, launch="scores")
     assert found.reads["K"] == (32 + 7) * 4096 * 128  # 32 tiles a head, 132 blocks a wave
-    assert found.read_bytes / 1e6 == pytest.approx(148.95, rel=0.001)
+    assert found.read_bytes / 1e6 == pytest.approx(148.97, rel=0.001)
     alone = {name: n * found.item_bytes[name] for name, n in found.sm.writes.items()}
     assert found.written_bytes + found.dirty_bytes == alone["S"]
 

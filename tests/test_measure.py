@@ -155,13 +155,14 @@ def test_recorded_bytes_are_those_of_the_closed_form():
         assert r["sm_written_ratio"] == pytest.approx(1, abs=0.03), r["label"]
 
 
-def test_recorded_time_of_loads_that_wait_is_that_of_bare_reads_that_wait():
-    """Of FlashAttention's, with one block a head. FlashAttention-2's take longer: see docs."""
+def test_recorded_loads_take_at_most_two_fifths_longer_than_bare_reads_that_wait():
+    """They go on into shared memory. FlashAttention's take a third longer, whatever its tiles."""
     records = [r for r in compare().records if r["loads_only"]]
     assert len(records) == 16
     for r in records:
+        assert 0.8 <= r["ms_ratio"] <= 1.4, r["label"]
         if r["algorithm"] == "flash1":
-            assert r["ms_ratio"] == pytest.approx(1, abs=0.15), r["label"]
+            assert r["ms_ratio"] == pytest.approx(1.33, abs=0.04), r["label"]
 
 
 def test_recorded_time_of_the_loads_follows_the_bytes():

@@ -1,12 +1,15 @@
-"""What the GPU can do at most, measured: a copy, multiply-adds, bare reads and writes.
+"""What the GPU can do at most, measured: a copy, multiply-adds, bare reads and writes, a launch.
 
 A kernel with few threads, or that waits for its loads, cannot keep enough under way to reach the
 rate of a copy: by Little's law its rate is at most what is under way over the latency. Instead of
 computing that, a bare loop of reads runs with as many blocks, threads and bytes of shared memory as
 a launch has on the GPU at a time. Each thread has as many loads of the same width under way as
-there, all wait for the slowest before the next, and as many blocks as there read the same. Once
-over 16 MB, which the L2 holds, and once over 512 MB, which it does not. A bare loop of writes does
-the same without waiting. Those are the rates that the bytes of a launch are held against.
+there, and all wait for the slowest before the next. Once over 16 MB, which the L2 holds, and once
+over 512 MB, which it does not. Where several blocks walk the same tiles they do so side by side:
+the first to ask for a line waits for the DRAM, and the others with it. So there as many blocks read
+the same, and it lies in the DRAM, though the L2 spares that all requests but one. A bare loop of
+writes does the same without waiting. Those are the rates that the bytes of a launch are held
+against, besides the time of an empty launch.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ MOVED_BYTES = 2e9
 @cache
 def _reads(loads: int, item: int, threads: int) -> Any:
     """A loop of reads: `loads` of `item` bytes a thread under way, then a barrier."""
-    from ..kernels.gpu import cuda, device, float32, kernel, load, load_four, uint32
+    from ..kernels.gpu import cuda, device, float32, kernel, load, load_four, syncwarp, uint32
 
     def fetch_four(A: Any, r: Any, c: Any, x: Any, u: Any) -> None:
         x[4 * u], x[4 * u + 1], x[4 * u + 2], x[4 * u + 3] = load_four(A, r, uint32(4 * c))
@@ -39,7 +42,11 @@ def _reads(loads: int, item: int, threads: int) -> Any:
     row = ROW_BYTES // item
 
     def read_only(A: Any, turns: Any, sharing: Any, out: Any) -> None:
+        sm = cuda.shared.array(0, float32)
         tid = uint32(cuda.threadIdx.x)
+        if tid == 0:
+            sm[0] = float32(0)
+        cuda.syncthreads()
         rows = uint32(A.shape[0] - 1)
         group, groups = cuda.blockIdx.x // sharing, (cuda.gridDim.x + sharing - 1) // sharing
         x = cuda.local.array(room, float32)
@@ -49,8 +56,10 @@ def _reads(loads: int, item: int, threads: int) -> Any:
             for u in range(loads):
                 e = uint32(start + uint32(u * threads))
                 fetch(A, uint32((e // uint32(row)) & rows), uint32(e % uint32(row)), x, u)
+            syncwarp()
+            w = sm[0]  # read after it: or the assembler adds up the first before the last is asked
             for u in range(room):
-                total += x[u]
+                total += x[u] * w
             cuda.syncthreads()
         if total == float32(12345.678):
             out[0] = total
@@ -79,7 +88,7 @@ def _writes(stores: int, threads: int) -> Any:
 
 
 @cache
-def _multiply_adds() -> Any:
+def _multiply_adds(threads: int) -> Any:
     from ..kernels.gpu import cuda, float32, kernel
 
     def multiply_add(turns: Any, factor: Any, out: Any) -> None:
@@ -96,23 +105,36 @@ def _multiply_adds() -> Any:
         if total == float32(12345.678):
             out[0] = total
 
-    return kernel(256)(multiply_add)
+    return kernel(threads)(multiply_add)
+
+
+@cache
+def _nothing() -> Any:
+    from ..kernels.gpu import float32, kernel
+
+    def nothing(out: Any) -> None:
+        if out.size > 1:
+            out[0] = float32(0)
+
+    return kernel(256)(nothing)
 
 
 def general() -> dict[str, float]:
-    """Bytes a second of a copy (read and written), and float32 operations a second."""
+    """Bytes a second of a copy (read and written), float32 operations a second, and a launch.
+
+    The launch is of a kernel that does nothing, a block on each multiprocessor.
+    """
     from ..kernels import gpu
 
     size = 1 << 30
     a, b = (gpu.cuda.device_array(size, np.uint8) for _ in range(2))
     copy = milliseconds([lambda: b.copy_to_device(a)])
     out = gpu.cuda.device_array(1, np.float32)
-    blocks, threads, turns = 8 * gpu.multiprocessors(), 256, 4096
-    args = (np.int64(turns), np.float32(0.5), out)
-    fma = milliseconds([lambda: gpu.launch(_multiply_adds(), blocks, threads, 0, 0, args)])
+    empty = partial(gpu.launch, _nothing(), gpu.multiprocessors(), 256, 0, 0, (out,))
     return {
         "copy_bytes_per_second": 2e3 * size / copy["ms"],
-        "float32_flops_per_second": 2e3 * blocks * threads * turns * 8 * 16 / fma["ms"],
+        "float32_flops_per_second": bare_multiply_adds(8 * gpu.multiprocessors(), 256),
+        "launch_seconds": milliseconds([empty])["ms"] / 1e3,
     }
 
 
@@ -136,15 +158,44 @@ def resident_blocks(step: Any) -> int:
 def rates(blocks: int, step: Any) -> dict[str, float]:
     """Bytes a second of bare reads and writes like those of a launch with so many blocks at a time.
 
-    From and into an array that the L2 holds (l2), and one that it does not (dram).
+    From and into an array that the L2 holds (l2), and one that it does not (dram). And float32
+    operations a second, of as many threads.
     """
     place = blocks, step.threads, step.shared_bytes
+    walked = L2_BYTES if step.sharing == 1 else DRAM_BYTES
     return {
-        "l2_bytes_per_second": bare_reads(*place, L2_BYTES, *step.under_way, step.sharing),
+        "l2_bytes_per_second": bare_reads(*place, walked, *step.under_way, step.sharing),
         "dram_bytes_per_second": bare_reads(*place, DRAM_BYTES, *step.under_way),
         "l2_written_bytes_per_second": bare_writes(*place, L2_BYTES, step.under_way[0]),
         "dram_written_bytes_per_second": bare_writes(*place, DRAM_BYTES, step.under_way[0]),
+        "float32_flops_per_second": bare_multiply_adds(blocks, step.threads),
     }
+
+
+def kernels(step: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The kernels that `rates` runs for a launch, each with arguments of the types it takes."""
+    from ..kernels import gpu
+
+    loads, item = step.under_way
+    A, B = (gpu.cuda.device_array((1, 1), np.uint16 if n == 2 else np.float32) for n in (item, 4))
+    n, out = np.int64(1), gpu.cuda.device_array(1, np.float32)
+    return [
+        (_reads(loads, item, step.threads), (A, n, n, out)),
+        (_writes(loads, step.threads), (B, n)),
+        (_multiply_adds(step.threads), (n, np.float32(1), out)),
+    ]
+
+
+@cache
+def bare_multiply_adds(blocks: int, threads: int) -> float:
+    """Float32 operations a second of so many blocks, each thread with 16 sums of its own."""
+    from ..kernels import gpu
+
+    turns, out = 4096, gpu.cuda.device_array(1, np.float32)
+    args = (np.int64(turns), np.float32(0.5), out)
+    call = partial(gpu.launch, _multiply_adds(threads), blocks, threads, 0, 0, args)
+    ms = float(milliseconds([call], seconds=0.02)["ms"])
+    return 2e3 * blocks * threads * turns * 8 * 16 / ms
 
 
 @cache
@@ -157,7 +208,8 @@ def bare_reads(
     A, out = _array(size, 2 if item == 2 else 4), gpu.cuda.device_array(1, np.float32)
     turns = max(1, round(MOVED_BYTES / (blocks * threads * loads * item)))
     args = (A, np.int64(turns), np.int64(sharing), out)
-    call = partial(gpu.launch, _reads(loads, item, threads), blocks, threads, shared_bytes, 0, args)
+    function, room = _reads(loads, item, threads), max(4, shared_bytes)
+    call = partial(gpu.launch, function, blocks, threads, room, 0, args)
     ms = float(milliseconds([call], seconds=0.02)["ms"])
     return 1e3 * blocks * threads * turns * loads * item / ms
 

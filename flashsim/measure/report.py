@@ -87,18 +87,19 @@ def compare_report(found: Comparison, source: str) -> Report:
         )
     if found.series:
         tables.append([_series_cells(s) for s in found.series])
-    bound = [r for r in found.records if r["model_binds"] != "FMA"]
+    bound = [r for r in found.records if r["bytes_bind"]]
     near = sum(abs(r["ms_ratio"] - 1) <= TIME_TOLERANCE for r in bound)
     remarks = [
         "m/m: measured / model. Bytes read into the multiprocessors, written by them, and read "
         "from the DRAM; the model is io_cost, for the DRAM behind an L2 (`flashsim l2`).",
-        "Model of the time: the longest of bytes at the rates of bare reads and writes with as "
-        "many threads and loads under way (L2; DRAM), and multiply-adds at the measured peak "
-        "(FMA).",
+        "Model of the time: an empty launch, and the longest of bytes at the rates of bare reads "
+        "and writes with as many blocks, threads and loads under way (L2; DRAM), and multiply-adds "
+        "at the measured peak of as many threads (FMA).",
         "busiest: the unit nearest its peak, by the counters. because: what takes the time that "
         "the model lacks; 'instructions' that address, and read shared memory, fill the issue "
         f"slots; 'waits': no unit is {BUSY} % busy, so latency and barriers bind.",
-        f"Bytes bind {len(bound)} launches in the model; {near} of them take its time within "
+        f"Bytes bind {len(bound)} launches: in the model, and the loads alone, where they were "
+        f"timed, take at least half the time. {near} of them take the model's time within "
         f"{TIME_TOLERANCE:.0%}.",
     ]
     counted = [r for r in found.records if "dram_read_ratio" in r]
