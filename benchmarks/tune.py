@@ -3,9 +3,10 @@
     python benchmarks/tune.py --out tiles.json    # some minutes, half of them compiling
     python benchmarks/tune.py --predict           # no GPU: the candidates, and what is predicted
 
-The candidates are all that fit: queries, keys, stages, and whether the consumers take turns. Each
-is held against the plain kernel's answer, and timed at 16,384 tokens, beside the time that
-flashsim.cost.schedule allows it: its pipeline alone, at peak rates, with two consumers.
+The candidates are all that fit: 128 or 192 queries, 64 keys or more, two stages or three; the
+consumers take turns. Each is held against the plain kernel's answer, and timed at 16,384 tokens,
+beside the time that flashsim.cost.schedule allows it: its pipeline alone, at peak rates, with two
+consumers.
 """
 
 import argparse
@@ -27,15 +28,15 @@ from flashsim.measure.bench import header, require_gpu
 from flashsim.measure.timing import compile_steps, compilers, inputs, milliseconds
 
 ROOM = 227 * 1024  # bytes of shared memory of a block, on compute capability 9.0
-WIDTHS, TOKENS, MODEL = (64, 128, 256), 16384, 2048  # MODEL: heads x d
-LENGTHS = (1024, 4096, 16384)
+WIDTHS, TOKENS, MODEL = (64, 128), 16384, 2048  # MODEL: heads x d
+LENGTHS = (2048, 8192)
 FAR = 4e-3  # from the plain kernel, at most: a few roundings of float16
 
 
 def candidates(d):
     """Tiles that fit, without a spill and in shared memory."""
-    sizes = product((128, 192), (64, 80, 96, 112, 128, 144, 160, 176), (2, 3), (False, True))
-    tiles = [WarpgroupTile(Br, Bc, d, stages, turns) for Br, Bc, stages, turns in sizes]
+    sizes = product((128, 192), range(64, 192, 16), (2, 3))
+    tiles = [WarpgroupTile(Br, Bc, d, stages, ping_pong=True) for Br, Bc, stages in sizes]
     return [t for t in tiles if t.held <= t.registers[1] and t.bytes <= ROOM]
 
 
@@ -47,12 +48,11 @@ def shape(N, d):
 def predicted_ms(tile, N, is_causal, preset):
     """Milliseconds that the pipeline takes at least: each SM its share of the blocks' time."""
     batch, heads, _, d = shape(N, tile.d)
-    pipeline = "both" if tile.ping_pong else "pipelined"
     times = tile_times(preset, tile.Br, tile.Bc, d)
     lengths = [
         -(-(min(i + tile.Br, N) if is_causal else N) // tile.Bc) for i in range(0, N, tile.Br)
     ]
-    cycles = {n: timeline(pipeline, times, n).total_cycles for n in set(lengths)}
+    cycles = {n: timeline("both", times, n).total_cycles for n in set(lengths)}
     whole = batch * heads * sum(cycles[n] for n in lengths)
     return 1e3 * whole / preset.sm_count / preset.boost_clock_hz
 
@@ -64,11 +64,19 @@ def compile_one(tile, is_causal):
     compile_steps(kernels.plan(x, x, x, **what).steps)
 
 
+def compile_plain(d, is_causal):
+    """Compile the plain kernel, which each is held against."""
+    x = np.zeros((1, 1, 256, d), "float16")
+    compile_steps(kernels.plan(x, x, x, is_causal=is_causal).steps)
+
+
 def compile_ahead(widths):
-    """Compile all candidates, in processes beside each other."""
+    """Compile all of them, in processes beside each other."""
     tiles = [tile for d in widths for tile in candidates(d)]
     with ProcessPoolExecutor(compilers(), get_context("spawn")) as pool:
-        for done in [pool.submit(compile_one, *job) for job in product(tiles, (False, True))]:
+        compiled = [pool.submit(compile_one, *job) for job in product(tiles, (False, True))]
+        compiled += [pool.submit(compile_plain, *job) for job in product(widths, (False, True))]
+        for done in compiled:
             done.result()
 
 
@@ -88,20 +96,18 @@ def row(tile, N, is_causal, preset, measure):
     found["predicted_ms"] = predicted_ms(tile, N, is_causal, preset)
     if measure:
         what = {"algorithm": "hopper", "tile": tile, "is_causal": is_causal}
-        sets = inputs(shape(N, tile.d), N, "float16")
-        calls = [kernels.plan(*x[:3], **what).launch for x in sets]
-        found |= milliseconds(calls)
+        q, k, v, _ = inputs(shape(N, tile.d), N, "float16", sets=1)[0]
+        found |= milliseconds([kernels.plan(q, k, v, **what).launch])
     return found
 
 
 def shown(r):
     """A line of the table."""
-    turns = "taking turns" if r["ping_pong"] else ""
     flops = 4 * TOKENS * MODEL * r["N"] * (0.5 if r["is_causal"] else 1)
     took = f"{r['ms']:8.3f} ms {flops / r['ms'] / 1e9:5.0f} TFLOP/s" if "ms" in r else ""
     return (
         f"d={r['d']:<3} N={r['N']:<5} {'causal' if r['is_causal'] else '':6} "
-        f"{r['Br']:3} x {r['Bc']:<3} {r['stages']} stages {turns:12} "
+        f"{r['Br']:3} x {r['Bc']:<3} {r['stages']} stages "
         f"predicted {r['predicted_ms']:7.3f} ms {took}"
     )
 
@@ -112,7 +118,7 @@ def main():
     parser.add_argument("--predict", action="store_true", help="measure nothing")
     parser.add_argument("--gpu", default="h200", help="the preset that is predicted for")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="d, up to 256")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of heads")
     options = parser.parse_args()
     preset = device(options.gpu)
     if not options.predict:

@@ -13,6 +13,7 @@ from .gpu import SIMULATED, cuda
 
 STORED = {"float32": np.dtype(np.float32), "float16": np.dtype(np.uint16)}
 STORED |= {"bfloat16": np.dtype(np.uint16), "bool": np.dtype(np.uint8)}
+STORED |= {"int32": np.dtype(np.int32)}
 _NAMES = {"f4": "float32", "f2": "float16", "V2": "bfloat16", "b1": "bool"}
 
 

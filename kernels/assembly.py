@@ -75,7 +75,7 @@ def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, An
         "softmax": (lambda: standard.softmax(rows, 4), (F, F, L)),
         "values": (lambda: standard.values(tile, f), (F, A, A, *R)),
         "split": (lambda: flash2.flash_attention_2(tile, partial), (A, A, A, F, L, i, *R)),
-        "merge": (lambda: split_kv.merge(8, rows, f.dtype), (F, L, A, L)),
+        "merge": (lambda: split_kv.merge(8, d, rows, f.dtype), (F, L, A, L)),
         "load_only flash2": (lambda: load_only.load_only_2(tile, f), (A, A, A, A, L, i, *R)),
         "ampere": (lambda: ampere.flash_attention_2(tile, f), (A, A, A, A, L, *R)),
         "ampere_backward": (
@@ -83,7 +83,7 @@ def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, An
             (A, A, A, A, L, L, F, A, A, *R),
         ),
         "load_only flash1": (lambda: load_only.load_only_1(tile, f), (A, A, A, F, L, L, *R)),
-        "D": (lambda: flash2_backward.row_dots(32, d, rows, f.dtype), (A, A, L)),
+        "D": (lambda: flash2_backward.row_dots(launch.ROWS, d, rows, f.dtype), (A, A, L)),
         "flash2_backward": (
             lambda: flash2_backward.flash_attention_2_backward(tile.swapped, f),
             (A, A, A, A, L, L, F, A, A, *R),

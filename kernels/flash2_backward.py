@@ -6,47 +6,99 @@ from functools import cache
 from typing import Any
 
 from . import gradients, masks, tiles
-from .gpu import cuda, float32, int32, kernel, load, uint32
+from .gpu import (
+    cuda,
+    device,
+    float32,
+    in_fours,
+    int32,
+    kernel,
+    load,
+    load_four,
+    syncwarp,
+    uint32,
+    widen,
+)
 from .masks import LOG2E, Features
-from .tiles import Layout, Tile
+from .ptx.warp import shuffle_xor
+from .tiles import Tile
 
 
-def row_dots_arrangement(rows: int, d: int) -> dict[str, int]:
-    """Where in shared memory the tiles of `row_dots` lie."""
-    place = Layout()
-    return {
-        "Oi": place.place(rows, tiles.padded(d)),
-        "dOi": place.place(rows, tiles.padded(d)),
-        "Di": place.place(rows, 1),
-        "bytes": place.bytes,
-    }
+def lanes(d: int) -> int:
+    """How many lanes of a warp share a row in `row_dots`."""
+    return next((n for n in (1, 2, 4, 8, 16) if 4 * n >= d), 32)
+
+
+ROWS_AT_A_TIME = 4  # whose loads a lane of `row_dots` has under way
+
+
+def loads_under_way(d: int, dtype: str) -> tuple[int, int]:
+    """How many loads of O and of dO a lane of `row_dots` has, and the bytes of each."""
+    wide = dtype == "float32"
+    if wide and d % 4 == 0 and d <= 128:
+        return 2 * ROWS_AT_A_TIME, 16
+    return 2, 4 if wide else 2
 
 
 @cache
 def row_dots(rows: int, d: int, threads: int, dtype: str) -> Any:
     """D = rowsum(dO ∘ O), a block for each group of rows. Line 4 of Algorithm 2 of Dao 2023.
 
-    dO, O (batch, heads, Nq, d); writes D (batch, heads, Nq).
+    dO, O (batch, heads, Nq, d); writes D (batch, heads, Nq). The lanes of a row add up each their
+    part, and then the sums of each other.
     """
-    at = row_dots_arrangement(rows, d)
-    sO, sdO, sD = at["Oi"], at["dOi"], at["Di"]
-    load_O, dots = tiles.stage(rows, d, threads, dtype), tiles.row_dots(rows, d, threads)
+    together, to_float = lanes(d), widen(dtype)
+    fours = dtype == "float32" and d % 4 == 0 and d <= 128  # then a lane has one load of a row
+    at_once, ones, many = threads // together, -(-d // together), ROWS_AT_A_TIME
+    halvings, room = tuple(n for n in (1, 2, 4, 8, 16) if n < together), 4 * many
+
+    @device
+    def fetch(A, i, last, c, x):
+        for r in range(many):
+            k = 4 * r
+            x[k], x[k + 1], x[k + 2], x[k + 3] = float32(0), float32(0), float32(0), float32(0)
+            if i + r * at_once < last and c < d:
+                x[k], x[k + 1], x[k + 2], x[k + 3] = load_four(A, uint32(i + r * at_once), c)
+
+    @device
+    def write(Dh, i, last, lane, total):
+        for apart in halvings:
+            total += shuffle_xor(total, uint32(apart))
+        if lane == 0 and i < last:
+            Dh[i] = total
 
     @kernel(threads)
     def backward_D(dO, O, D):
-        sm = cuda.shared.array(0, float32)
-        tid = int32(cuda.threadIdx.x)
-        H, Nq = O.shape[1], O.shape[2]
-        Tr = (Nq + rows - 1) // rows
-        i0 = cuda.blockIdx.x % Tr * rows
-        h, b = cuda.blockIdx.x // Tr % H, cuda.blockIdx.x // Tr // H
-        load_O(O[b, h], i0, Nq, sm, sO, tid)
-        load_O(dO[b, h], i0, Nq, sm, sdO, tid)
-        cuda.syncthreads()
-        dots(sm, sO, sdO, sD, tid)
-        cuda.syncthreads()
-        for r in range(tid, min(rows, Nq - i0), threads):
-            D[b, h, i0 + r] = sm[sD + r]
+        tid = uint32(cuda.threadIdx.x)
+        H, Nq = uint32(O.shape[1]), int32(O.shape[2])
+        Tr, block = uint32(uint32(Nq + (rows - 1)) // uint32(rows)), uint32(cuda.blockIdx.x)
+        i0, bh = int32(block % Tr * rows), uint32(block // Tr)
+        Oh, dOh, Dh = O[bh // H, bh % H], dO[bh // H, bh % H], D[bh // H, bh % H]
+        mine, lane = int32(tid // uint32(together)), uint32(tid % uint32(together))
+        last = min(i0 + rows, Nq)
+        if fours and in_fours(Oh) and in_fours(dOh):
+            x = cuda.local.array(room, float32)
+            y = cuda.local.array(room, float32)
+            for first in range(i0, last, many * at_once):
+                i = int32(first + mine)
+                fetch(Oh, i, last, uint32(4 * lane), x)
+                fetch(dOh, i, last, uint32(4 * lane), y)
+                syncwarp()  # or the assembler waits for the first before it asks for the last
+                for r in range(many):
+                    k = 4 * r
+                    total = (x[k] * y[k] + x[k + 1] * y[k + 1]) + (
+                        x[k + 2] * y[k + 2] + x[k + 3] * y[k + 3]
+                    )
+                    write(Dh, i + r * at_once, last, lane, total)
+        else:
+            for first in range(i0, last, at_once):
+                i, total = int32(first + mine), float32(0)
+                for n in range(ones):
+                    c = uint32(lane + n * together)
+                    if i < last and c < d:
+                        x1 = to_float(load(Oh, uint32(i), c))
+                        total += x1 * to_float(load(dOh, uint32(i), c))
+                write(Dh, i, last, lane, total)
 
     return backward_D
 

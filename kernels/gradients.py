@@ -162,9 +162,9 @@ def zeros(rows: int, d: int, threads: int) -> Any:
     @kernel(threads)
     def backward_zeros(A):
         tid = int32(cuda.threadIdx.x)
-        H, N = A.shape[1], A.shape[2]
-        Tr = (N + rows - 1) // rows
-        i0, bh = cuda.blockIdx.x % Tr * rows, cuda.blockIdx.x // Tr
+        H, N = uint32(A.shape[1]), int32(A.shape[2])
+        Tr, block = uint32(uint32(N + (rows - 1)) // uint32(rows)), uint32(cuda.blockIdx.x)
+        i0, bh = int32(block % Tr * rows), uint32(block // Tr)
         Ah, zero = A[bh // H, bh % H], float32(0)
         if fours and in_fours(Ah):
             for e in range(tid, min(rows, N - i0) * row, threads):

@@ -9,7 +9,8 @@ and matrix products overlap within a warpgroup, not only across warpgroups.
 There are as many blocks as multiprocessors. A block takes one tile of queries after the other, and
 the producer is ahead: it loads for the next while the consumers finish the last. A consumer leaves
 out the key tiles of which its own 64 queries see nothing. With a mask, 0 times inf must not count,
-so the producer's other warps look through the values of border tiles, before they are used.
+so the producer's other warps look through the values of border tiles, before they are used. With
+padding they make those of padded keys 0; which tiles have a real key is known beforehand.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from . import warpgroup_tiles
+from . import padding, warpgroup_tiles
 from .gpu import cuda, device, float32, int32, kernel, log, types, uint32
 from .masks import LOG2E, Features
 from .ptx.mbarrier import (
@@ -60,23 +61,37 @@ def signature(f: Features) -> tuple[Any, ...]:
     O = types.Array(types.float32, 4, "C") if f.output else tensor_map
     i, u = types.int32, types.uint32
     counter = types.Array(u, 1, "C")
-    return (*[tensor_map] * 3, O, L, counter, i, i, i, types.float32, u, u, u, i)
+    rules = types.BaseTuple.from_types(rule_types(f))
+    return (*[tensor_map] * 3, O, L, counter, i, i, i, types.float32, u, u, u, i, rules)
+
+
+def rule_types(f: Features) -> tuple[Any, ...]:
+    """Of what its last argument holds: nothing without padding and dropout."""
+    tables = types.Array(types.int32, 2, "C"), types.Array(types.int32, 3, "C")
+    random = types.uint64, types.uint64, types.float32
+    return (*(tables if f.keys else ()), *(random if f.dropout else ()))
 
 
 def arguments(
-    p: Any, tile: WarpgroupTile, f: Features, Q: Any, O: Any, L: Any, group: int, span: int
-) -> tuple[Any, ...]:
-    """The kernel's arguments for a checked `launch.Problem`; Q as the kernel is to see it."""
+    p: Any, tile: WarpgroupTile, f: Features, Q: Any, O: Any, L: Any, group: int, span: int,
+    tables: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """The kernel's arguments for a checked `launch.Problem`; Q as the kernel is to see it.
+
+    tables: what `padding.walked_tiles` writes, with a padding mask; otherwise nothing.
+    """
     lo, hi, scale = p.rules[3:6]
     boxes = {"q": (Q, ROWS), "k": (p.K, tile.Bc), "v": (p.V, tile.Bc)}
     boxes |= {} if f.output else {"output": (O, ROWS)}
     maps = tensor_maps(boxes, f.dtype)
     of_a_head = 4 * max(1, p.Nk * p.d)  # bytes of K and V
-    section = min(max(1, L2_BYTES // of_a_head) * group, L.shape[0] * L.shape[1])
+    together = max(1, L2_BYTES // of_a_head) if f.band else 1
+    section = min(together * group, L.shape[0] * L.shape[1])
     Nk, lo, hi, span = np.array([p.Nk, lo, hi, span], np.int32)
     counts = np.array([group, max(1, section), p.batch], np.uint32)
     counter = cuda.to_device(np.zeros(2, np.uint32))
-    return (*maps, *([O] if f.output else []), L, counter, Nk, lo, hi, scale, *counts, span)
+    rules = (*tables, *(p.rules[7:10] if f.dropout else ()))
+    return (*maps, *([O] if f.output else []), L, counter, Nk, lo, hi, scale, *counts, span, rules)
 
 
 @device
@@ -100,24 +115,31 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     and of Bc rows; the kernel's d is a multiple of 64, and columns beyond the tensor's are 0. L
     (batch, heads, Nq) is the logsumexp. scale > 0 has a factor of log2(e). P is rounded to the type
     of V. A tile of queries walks at most `span` keys: all of them, or a part; then O, a float32
-    array, and L have a batch for each part. counter (2,): 0 before and after.
+    array, and L have a batch for each part. counter (2,): 0 before and after. rules: with padding,
+    rank and walked of `padding.walked_tiles`, and tiles are counted among those that are walked;
+    with dropout, seed, threshold and factor of `dropout.kept`.
     """
     Br, Bc, d, stages, consumers = tile.Br, tile.Bc, tile.d, tile.stages, tile.consumers
     Q_bytes, KV_bytes, ping_pong = tile.Q_bytes, tile.KV_bytes, tile.ping_pong and consumers > 1
     Q_panel, KV_panel, box = ROW_BYTES * Br, ROW_BYTES * Bc, ROW_BYTES * ROWS  # bytes
     RS, RP, RO = Bc // 2, Bc // 4, d // 2  # registers of S, P and O
     ln2, banded, wide, shares = 1 / LOG2E, f.band, bool(f.output), consumers > 1
-    K_at, V_at, O_at = Q_bytes, Q_bytes + stages * KV_bytes, tile.O_at  # bytes from Q on
-    full_Q, empty_Q = tile.bars_at, tile.bars_at + 8
+    places, K_at = tile.places, tile.places * Q_bytes  # bytes from the first Q on
+    V_at = K_at + stages * KV_bytes
+    full_Q, empty_Q = tile.bars_at, tile.bars_at + 8 * places
     full_K, full_V, empty_K, empty_V, looked_V = (
-        tile.bars_at + 8 * (2 + n * stages) for n in range(5)
+        tile.bars_at + 8 * (2 * places + n * stages) for n in range(5)
     )
     words_at = tile.bars_at + 8 * tile.mbarriers
     turns, written, cleared, looked = 1, 1 + consumers, 1 + 2 * consumers, 2 + 2 * consumers
     pair, computing, looking = 2 * WARPGROUP, consumers * WARPGROUP, WARPGROUP - 32  # threads
-    lookers, early = 1 if banded else 0, wide or O_at > 0  # early: Q_i may go before O_i has left
+    padded, dropout, masked = f.keys, f.dropout, f.band or f.keys
+    key_words = tile.key_words
+    slots_at, kept_words = words_at + 12 * WORDS + 4 * stages, warpgroup_tiles.kept_words(Bc)
+    lookers, ahead = 1 if masked else 0, places > 1  # ahead: Q_i is loaded before O_(i-1) has left
 
-    give_up, take = setmaxnreg_dec(tile.registers[0]), setmaxnreg_inc(tile.registers[1])
+    few, many = tile.registers_with_padding if f.keys else tile.registers
+    give_up, take = setmaxnreg_dec(few), setmaxnreg_inc(many)
     load_KV = warpgroup_tiles.load(Bc, d)
     start_S = warpgroup_tiles.rows_by_rows(Br, Bc, d, f.dtype)
     start_O = warpgroup_tiles.rows_by_columns(Bc, d, f.dtype)
@@ -130,6 +152,10 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     clear_not_finite = warpgroup_tiles.clear_not_finite(Bc, d, computing, f.dtype)
     rescale, put = warpgroup_tiles.rescale(d), warpgroup_tiles.put(Br, d, f.dtype)
     store_wide = warpgroup_tiles.store_wide(d)
+    mask_padding = warpgroup_tiles.mask_padding(Bc)
+    clear_padding = warpgroup_tiles.clear_padding(Bc, d, looking)
+    kept, rounded_kept = warpgroup_tiles.kept(Bc), warpgroup_tiles.rounded_kept(Bc, f.dtype)
+    tiles_between = padding.tiles_between(Bc, padded)
 
     @device
     def stage(n):
@@ -141,8 +167,27 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         return uint32(uint32(n) // uint32(stages) % uint32(2))
 
     @device
+    def place(turn):
+        """Of the two that Q_i, and then O_i, may have."""
+        return uint32(uint32(turn) % uint32(places))
+
+    @device
+    def bar_of_Q(base, which, turn):
+        return uint32(base + uint32(uint32(which) + uint32(8 * place(turn))))
+
+    @device
+    def wait_for_Q(base, which, turn, before):
+        """Until it is full, or, one phase before, empty."""
+        phase = uint32(uint32(turn) // uint32(places) + uint32(before))
+        mbarrier_wait(bar_of_Q(base, which, turn), uint32(phase % uint32(2)))
+
+    @device
     def bar(base, which, n):
         return uint32(base + uint32(uint32(which) + uint32(8 * stage(n))))
+
+    @device
+    def Q_at(base, turn):
+        return uint32(base + uint32(place(turn) * Q_bytes))
 
     @device
     def tile_at(base, first, n):
@@ -174,12 +219,73 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         return uint32(uint32(first // uint32(4)) + stage(n))
 
     @device
-    def seen_from(i0, rows, j_first, j_stop, Nq, lo, hi):
+    def slot_at(sm, base, n):
+        """Where it says which key tile is the n-th, and which of its keys are real.
+
+        Of twice as many as there are stages: who looks through V is behind who is done with K.
+        """
+        first = uint32(base + uint32(slots_at) - shared_address(sm, 0))
+        slot = uint32(uint32(n) % uint32(2 * stages))
+        return uint32(uint32(first // uint32(4)) + uint32(slot * uint32(key_words)))
+
+    @device
+    def announced(sm, words, base, n, rules, b, j0):
+        """The first key of the n-th tile of the block, where it would be j0 if all were walked."""
+        slot, j = slot_at(sm, base, n), uint32(j0 // uint32(Bc))
+        words[slot] = rules[1][b, j, padding.NUMBER]
+        for w in range(key_words - 1):
+            words[slot + 1 + w] = rules[1][b, j, padding.BITS + w]
+        return uint32(uint32(uint32(words[slot]) // uint32(2)) * uint32(Bc))
+
+    @device
+    def as_announced(sm, words, base, n, j0):
+        """The first key of the n-th tile, once its K_j is there."""
+        return int32(words[slot_at(sm, base, n)] // 2 * Bc)
+
+    @device
+    def some_padded(sm, words, base, n):
+        """Whether a key of the n-th tile is not real."""
+        return words[slot_at(sm, base, n)] % 2 != 0
+
+    @device
+    def item_with_padding(part_b, batch):
+        return uint32(part_b % batch)
+
+    @device
+    def nothing_announced(sm, words, base, n, rules, b, j0):
+        return j0
+
+    @device
+    def key_after(sm, words, base, n, j0):
+        return int32(j0)
+
+    @device
+    def none_padded(sm, words, base, n):
+        return False
+
+    @device
+    def no_item(part_b, batch):
+        return uint32(0)
+
+    item_of = item_with_padding if padded else no_item  # of the batch: whose keys to look at
+    announce = announced if padded else nothing_announced
+    first_key = as_announced if padded else key_after
+    partial = some_padded if padded else none_padded
+
+    @device
+    def band_of_all(rules, b, first, stop):
+        j_first = int32(max(int32(0), first) // Bc)
+        return j_first, int32(max(int32(0), int32(stop + (Bc - 1))) // Bc)
+
+    tiles_of_band = tiles_between if padded else band_of_all
+
+    @device
+    def seen_from(rules, b, i0, rows, j_first, j_stop, Nq, lo, hi):
         """(first, stop): those of key tiles j_first to j_stop of which some rows see something."""
         i_stop = min(int32(i0 + rows), int32(Nq))
         if banded:
-            j_first = max(int32(j_first), int32(max(int32(0), int32(i0 + lo)) // Bc))
-            j_stop = min(int32(j_stop), int32(max(int32(0), int32(i_stop + hi + (Bc - 1))) // Bc))
+            seen_first, seen_stop = tiles_of_band(rules, b, int32(i0 + lo), int32(i_stop + hi))
+            j_first, j_stop = max(int32(j_first), seen_first), min(int32(j_stop), seen_stop)
         if j_first >= j_stop or i0 >= i_stop:
             j_first, j_stop = int32(0), int32(0)
         return uint32(j_first), uint32(j_stop)
@@ -200,7 +306,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         return before_band(i0, Br, j0, lo) or after_band(i0, j0, hi)
 
     @device
-    def tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span):
+    def tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span, rules):
         """What to do in a turn: first what has the block's number, then what is next."""
         item = uint32(cuda.blockIdx.x)
         if turn > 0:
@@ -213,9 +319,10 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         else:
             i, bh = in_order(item, Tr, heads, section)
             i0, h, part_b = int32(i * Br), uint32(bh % H), uint32(bh // H)
-            part = uint32(part_b // batch)
-            j_stop = int32(int32(min(Nk, int32((part + 1) * span)) + (Bc - 1)) // Bc)
-            first, stop = seen_from(i0, Br, int32(part * span) // Bc, j_stop, Nq, lo, hi)
+            part, b = uint32(part_b // batch), item_of(part_b, batch)
+            k_stop = min(Nk, int32((part + 1) * span))
+            j_first, j_stop = tiles_between(rules, b, int32(part * span), k_stop)
+            first, stop = seen_from(rules, b, i0, Br, j_first, j_stop, Nq, lo, hi)
             words[told] = i0
             words[told + 1] = h
             words[told + 2] = part_b
@@ -225,16 +332,18 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             words[told + 6] = part_b % batch
 
     @device
-    def produce(Q, K, V, L, counter, sm, words, base, Nk, lo, hi, group, section, batch, span):
+    def produce(
+        Q, K, V, L, counter, sm, words, base, Nk, lo, hi, group, section, batch, span, rules
+    ):
         """One thread asks for the tiles of one turn of work after the other."""
-        full = uint32(base + uint32(full_Q))
         fence_tensor_map(Q)
         fence_tensor_map(K)
         fence_tensor_map(V)
         turn, before = uint32(0), uint32(0)  # key tiles before this turn's
-        tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span)
+        tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span, rules)
         while True:
-            mbarrier_wait(uint32(base + uint32(empty_Q)), uint32(1 - turn % uint32(2)))
+            wait_for_Q(base, empty_Q, turn, 1)
+            full = bar_of_Q(base, full_Q, turn)
             told = told_at(sm, base, turn)
             i0, h, first, stop = words[told], words[told + 1], words[told + 3], words[told + 4]
             key_head, b = words[told + 5], words[told + 6]
@@ -243,22 +352,29 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             mbarrier_expect_tx(full, Q_bytes)  # load Q_i
             for c in range(d // PANEL):
                 for w in range(consumers):
-                    to = uint32(base + uint32(c * Q_panel + w * box))
+                    to = uint32(Q_at(base, turn) + uint32(c * Q_panel + w * box))
                     tma_load(to, Q, PANEL * c, i0 + ROWS * w, h, b, full)
             last = uint32(before + stop - first)
             for c in range(int32(before), int32(last)):
                 n = opaque(uint32(c))  # what steps of the loop share would take registers
                 j0 = uint32((first + c - before) * Bc)
                 wait_until_empty(base, empty_K, n)  # load K_j, V_j
+                j0 = announce(sm, words, base, n, rules, b, j0)
                 load_KV(tile_at(base, K_at, n), K, j0, key_head, b, bar(base, full_K, n))
                 wait_until_empty(base, empty_V, n)
                 load_KV(tile_at(base, V_at, n), V, j0, key_head, b, bar(base, full_V, n))
                 if n == before:  # for the next turn, while these are under way
                     then = uint32(turn + 1)
-                    tell(sm, words, base, then, counter, L, Nk, lo, hi, group, section, batch, span)
+                    tell(
+                        sm, words, base, then, counter, L, Nk, lo, hi, group, section, batch, span,
+                        rules,
+                    )  # fmt: skip
             before, turn = last, uint32(turn + 1)
             if first == stop:
-                tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span)
+                tell(
+                    sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span,
+                    rules,
+                )  # fmt: skip
         mbarrier_arrive(full)
         if cuda.atomic.add(counter, 1, uint32(1)) == uint32(cuda.gridDim.x) - uint32(1):
             counter[0] = 0  # for the next launch
@@ -266,23 +382,31 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
 
     @device
     def look(sm, words, base, lo, hi):
-        """The other warps see whether there is inf or NaN in the values of a border tile."""
+        """The other warps see whether there is inf or NaN in the values of a border tile.
+
+        And there is nothing in those of padded keys, once they are done.
+        """
         mine = uint32(uint32(cuda.threadIdx.x) % uint32(WARPGROUP) - uint32(32))
         turn, before = uint32(0), uint32(0)
         while True:
-            mbarrier_wait(uint32(base + uint32(full_Q)), uint32(turn % uint32(2)))
+            wait_for_Q(base, full_Q, turn, 0)
             told = told_at(sm, base, turn)
             i0, first, stop = int32(words[told]), words[told + 3], words[told + 4]
             bar_sync(looked, looking)
             if mine == 0:
-                mbarrier_arrive(uint32(base + uint32(empty_Q)))
+                mbarrier_arrive(bar_of_Q(base, empty_Q, turn))
             if i0 == NONE:
                 break
             j0, last = int32(first * Bc), uint32(before + stop - first)
             for c in range(int32(before), int32(last)):
                 n = opaque(uint32(c))
                 wait_until_full(base, full_V, n)
-                V_j = element(sm, tile_at(base, V_at, n))
+                V_j, j0 = element(sm, tile_at(base, V_at, n)), first_key(sm, words, base, n, j0)
+                if partial(sm, words, base, n):
+                    bits = uint32(slot_at(sm, base, n) + uint32(1))
+                    clear_padding(words, uint32(V_j // uint32(2)), bits, mine)
+                    fence_proxy_async()
+                    bar_sync(looked, looking)
                 if border(i0, j0, lo, hi) and not_finite(sm, V_j, mine) != 0:
                     words[seen_at(sm, base, n)] = int32(n + 1)
                 bar_sync(looked, looking)
@@ -315,6 +439,12 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             bar_sync(cleared, computing)
 
     @device
+    def wait_until_cleared(sm, words, base, n):
+        """V_j has nothing at padded keys."""
+        if partial(sm, words, base, n):
+            wait_until_full(base, looked_V, n)
+
+    @device
     def take_turn(warpgroup):
         if ping_pong:
             bar_sync(turns + warpgroup, pair)
@@ -332,6 +462,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     def pass_over(sm, words, base, n, before, last, O, i0, j0, lo, hi, warpgroup, leader):
         """The n-th key tile, of which this warpgroup sees nothing."""
         wait_until_full(base, full_K, n)
+        j0 = first_key(sm, words, base, n, j0)
         if n > before:
             take_turn(warpgroup)
             give_turn(warpgroup, n + 1 < last)
@@ -344,9 +475,11 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             mbarrier_arrive(bar(base, empty_V, n))
 
     @device
-    def mask(S, r0, j0, tid, Nk, lo, hi):
-        """-inf where a score of the warpgroup's rows does not count."""
+    def mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi):
+        """-inf where a score of the warpgroup's rows and the n-th key tile does not count."""
         edge = cuda.local.array(2, int32)
+        if partial(sm, words, base, n):
+            mask_padding(S, words, uint32(slot_at(sm, base, n) + uint32(1)))
         i, j = int32(r0 + row_within(tid)), int32(j0 + 2 * (tid % uint32(4)))
         if int32(j0 + Bc) > Nk or after_band(r0, j0, hi):
             for r in range(2):
@@ -360,11 +493,32 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             mask_before(S, edge)
 
     @device
-    def write(O, Oi, sm, base, warpgroup, leader, within, r0, h, b):
-        """O_i leaves in whole rows."""
-        sO = uint32(base + uint32(O_at + warpgroup * box))
-        if leader:
-            tma_wait_group_read()  # the one before has left
+    def draw(keep, sm, words, base, turn, rules, warpgroup, j0):
+        """Which weights of the warpgroup's rows and a key tile dropout keeps."""
+        told, thread = told_at(sm, base, opaque(turn)), opaque(uint32(cuda.threadIdx.x))
+        row = int32(words[told] + warpgroup * ROWS + row_within(thread))
+        b, h = words[told + 6], words[told + 1]
+        kept(keep, rules[-3], rules[-2], b, h, row, j0)
+
+    @device
+    def draw_nothing(keep, sm, words, base, turn, rules, warpgroup, j0):
+        pass
+
+    @device
+    def rounded_and_kept(S, P, keep, rules):
+        rounded_kept(S, P, keep, rules[-1])
+
+    @device
+    def rounded_all(S, P, keep, rules):
+        rounded(S, P)
+
+    choose = draw if dropout else draw_nothing
+    weigh = rounded_and_kept if dropout else rounded_all
+
+    @device
+    def write(O, Oi, sm, base, turn, warpgroup, leader, within, r0, h, b):
+        """O_i leaves in whole rows, from where Q_i was."""
+        sO = uint32(Q_at(base, turn) + uint32(warpgroup * box))
         bar_sync(written + warpgroup, WARPGROUP)
         put(sm, element(sm, sO), Oi, within)
         fence_proxy_async()
@@ -374,8 +528,45 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                 tma_store(uint32(sO + uint32(c * Q_panel)), O, PANEL * c, r0, h, b)
             tma_commit_group()
 
+    @device
+    def nothing_yet(O, m, l):
+        """O = 0, m = -inf, l = 0: before the first key."""
+        for n in range(RO):
+            O[n] = float32(0)
+        for r in range(2):
+            m[r] = -float32(float("inf"))
+            l[r] = float32(0)
+
+    @device
+    def finish(O, L, Oi, m, l, alpha, sm, words, base, turn, tid, leader, scale):
+        """Write O_i and L_i of a turn."""
+        told = told_at(sm, base, opaque(turn))  # read again: kept, it would take registers
+        thread = opaque(tid)
+        w, t = uint32(thread // uint32(WARPGROUP)), uint32(thread % uint32(4))
+        within = row_within(thread)
+        r0, h, b = int32(words[told] + w * ROWS), words[told + 1], words[told + 2]
+        row, Nq = int32(r0 + within), uint32(L.shape[2])
+        for r in range(2):
+            l[r] = row_sum(l[r])
+            alpha[r] = reciprocal(l[r]) if l[r] != float32(0) else float32(0)
+            if t == 0 and row + 8 * r < Nq:
+                shift = m[r] * scale if m[r] != -float32(float("inf")) else float32(0)
+                L[b, h, row + 8 * r] = shift * float32(ln2) + log(l[r])
+        rescale(Oi, alpha)
+        if wide:
+            store_wide(O[b, h], Oi, row, Nq)
+        else:
+            write(O, Oi, sm, base, turn, w, leader, within, r0, h, b)
+
+    @device
+    def let_go(base, turn):
+        """O_i has left, and its place is free for another Q."""
+        if not wide:
+            tma_wait_group_read()
+        mbarrier_arrive(bar_of_Q(base, empty_Q, turn))
+
     @kernel(tile.threads)
-    def hopper(Q, K, V, O, L, counter, Nk, lo, hi, scale, group, section, batch, span):
+    def hopper(Q, K, V, O, L, counter, Nk, lo, hi, scale, group, section, batch, span, rules):
         sm = cuda.shared.array(0, types.uint16)
         words = cuda.shared.array(0, int32)  # the same memory
         tid = uint32(cuda.threadIdx.x)
@@ -384,8 +575,9 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         base = uint32(begin + (ALIGNED - begin % ALIGNED) % ALIGNED)  # where Q_i is
 
         if tid == 0:
-            mbarrier_init(uint32(base + uint32(full_Q)), 1)
-            mbarrier_init(uint32(base + uint32(empty_Q)), consumers + lookers)
+            for n in range(places):
+                mbarrier_init(bar_of_Q(base, full_Q, n), 1)
+                mbarrier_init(bar_of_Q(base, empty_Q, n), consumers + lookers)
             for n in range(stages):
                 mbarrier_init(bar(base, full_K, n), 1)
                 mbarrier_init(bar(base, full_V, n), 1)
@@ -401,9 +593,10 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                 give_up()
             if leader:
                 produce(
-                    Q, K, V, L, counter, sm, words, base, Nk, lo, hi, group, section, batch, span
-                )
-            elif banded and tid % uint32(WARPGROUP) >= 32:
+                    Q, K, V, L, counter, sm, words, base, Nk, lo, hi, group, section, batch, span,
+                    rules,
+                )  # fmt: skip
+            elif masked and tid % uint32(WARPGROUP) >= 32:
                 look(sm, words, base, lo, hi)
         else:
             if shares:
@@ -414,85 +607,86 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             m = cuda.local.array(2, float32)
             l = cuda.local.array(2, float32)
             alpha = cuda.local.array(2, float32)
-            q = descriptor(uint32(base + warpgroup * uint32(box)), 0)
+            keep = cuda.local.array(kept_words, uint32)
             turn, before = uint32(0), uint32(0)  # key tiles before this turn's
             if not wide and leader:
                 fence_tensor_map(O)
 
             while True:
-                mbarrier_wait(uint32(base + uint32(full_Q)), uint32(turn % uint32(2)))
+                wait_for_Q(base, full_Q, turn, 0)
                 told = told_at(sm, base, turn)
                 i0 = int32(words[told])
-                if i0 == NONE:
-                    break
-                j_first, j_stop = words[told + 3], words[told + 4]
-                r0 = int32(i0 + warpgroup * ROWS)  # the warpgroup's first row
-                last = uint32(before + j_stop - j_first)  # key tiles with this item's
+                r0, j0, last = i0, int32(0), before
                 n_first, n_stop = before, before  # from here to there the warpgroup sees something
-                first, stop = seen_from(r0, ROWS, j_first, j_stop, L.shape[2], lo, hi)
-                if first < stop:
-                    n_first = uint32(before + first - j_first)
-                    n_stop = uint32(n_first + stop - first)
-                for n in range(RO):
-                    Oi[n] = float32(0)
-                for r in range(2):
-                    m[r] = -float32(float("inf"))
-                    l[r] = float32(0)
-                if ping_pong and warpgroup == consumers - 1 and last - before > 1:
-                    bar_arrive(turns, pair)  # the first consumer has the first turn
-
-                j0 = int32(j_first * Bc)
-                for n in range(int32(before), int32(n_first)):
-                    pass_over(
-                        sm, words, base, n, before, last, Oi, i0, j0, lo, hi, warpgroup, leader
+                q = descriptor(uint32(Q_at(base, turn) + warpgroup * uint32(box)), 0)
+                if i0 != NONE:
+                    j_first, j_stop = words[told + 3], words[told + 4]
+                    r0 = int32(i0 + warpgroup * ROWS)  # the warpgroup's first row
+                    last = uint32(before + j_stop - j_first)  # key tiles with this item's
+                    first, stop = seen_from(
+                        rules, words[told + 6], r0, ROWS, j_first, j_stop, L.shape[2], lo, hi
                     )
-                    j0 = int32(j0 + Bc)
+                    if first < stop:
+                        n_first = uint32(before + first - j_first)
+                        n_stop = uint32(n_first + stop - first)
+                    if ping_pong and warpgroup == consumers - 1 and last - before > 1:
+                        bar_arrive(turns, pair)  # the first consumer has the first turn
+                    j0 = int32(j_first * Bc)
+                    for n in range(int32(before), int32(n_first)):
+                        pass_over(
+                            sm, words, base, n, before, last, Oi, i0, j0, lo, hi, warpgroup, leader
+                        )
+                        j0 = int32(j0 + Bc)
                 if n_first < n_stop:
                     wait_until_full(base, full_K, n_first)
+                    j0 = first_key(sm, words, base, n_first, j0)
                     if n_first > before:
                         take_turn(warpgroup)
                     start_S(S, q, descriptor(tile_at(base, K_at, n_first), 0))  # S = QKᵀ
                     if n_first > before:
                         give_turn(warpgroup, n_first + 1 < last)
+                    if ahead and turn > 0:
+                        finish(O, L, Oi, m, l, alpha, sm, words, base, turn - 1, tid, leader, scale)
+                    nothing_yet(Oi, m, l)
+                    choose(keep, sm, words, base, turn, rules, warpgroup, j0)
                     all_products()
                     have_S(S, 0)
                     if leader:
                         mbarrier_arrive(bar(base, empty_K, n_first))
-                    mask(S, r0, j0, tid, Nk, lo, hi)
+                    mask(S, sm, words, base, n_first, r0, j0, tid, Nk, lo, hi)
                     softmax(S, m, l, alpha, scale)
-                    rounded(S, P)
-
+                    weigh(S, P, keep, rules)
+                    if ahead and turn > 0 and leader:
+                        let_go(base, turn - 1)
                     for n in range(int32(n_first + 1), int32(n_stop)):
                         if border(i0, j0, lo, hi):
                             set_aside(sm, words, base, n - 1, Oi, r0 - j0, lo, hi)
                         wait_until_full(base, full_K, n)
                         take_turn(warpgroup)
                         start_S(S, q, descriptor(tile_at(base, K_at, n), 0))
+                        wait_until_cleared(sm, words, base, n - 1)
                         wait_until_full(base, full_V, n - 1)
                         Vj = descriptor(tile_at(base, V_at, n - 1), KV_panel)
                         start_O(Oi, P, Vj)  # O += PV, one behind
                         give_turn(warpgroup, n + 1 < last)
+                        next_key = first_key(sm, words, base, n, int32(j0 + Bc))
+                        choose(keep, sm, words, base, turn, rules, warpgroup, next_key)
                         all_but_one()
                         have_S(S, 0)
                         if leader:
                             mbarrier_arrive(bar(base, empty_K, n))
-                        j0 = int32(j0 + Bc)
-                        mask(S, r0, j0, tid, Nk, lo, hi)
+                        j0 = first_key(sm, words, base, n, int32(j0 + Bc))
+                        mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi)
                         softmax(S, m, l, alpha, scale)  # while O is under way
                         all_products()
                         have_O(Oi, 0)
                         if leader:
                             mbarrier_arrive(bar(base, empty_V, n - 1))
-                        rounded(S, P)
+                        weigh(S, P, keep, rules)
                         rescale(Oi, alpha)
-                if early:
-                    if n_first == n_stop:
-                        bar_sync(written + warpgroup, WARPGROUP)
-                    if leader:
-                        mbarrier_arrive(uint32(base + uint32(empty_Q)))
-                if n_first < n_stop:
                     if border(i0, j0, lo, hi):
                         set_aside(sm, words, base, n_stop - 1, Oi, r0 - j0, lo, hi)
+                    wait_until_cleared(sm, words, base, n_stop - 1)
                     wait_until_full(base, full_V, n_stop - 1)
                     start_O(Oi, P, descriptor(tile_at(base, V_at, n_stop - 1), KV_panel))
                     all_products()
@@ -500,32 +694,26 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                     if leader:
                         mbarrier_arrive(bar(base, empty_V, n_stop - 1))
                     j0 = int32(j0 + Bc)
+                else:
+                    if ahead and turn > 0:
+                        finish(O, L, Oi, m, l, alpha, sm, words, base, turn - 1, tid, leader, scale)
+                        bar_sync(written + warpgroup, WARPGROUP)
+                        if leader:
+                            let_go(base, turn - 1)
+                    nothing_yet(Oi, m, l)
+                if i0 == NONE:
+                    break
                 for n in range(int32(n_stop), int32(last)):
                     pass_over(
                         sm, words, base, n, before, last, Oi, i0, j0, lo, hi, warpgroup, leader
                     )
                     j0 = int32(j0 + Bc)
 
-                told = told_at(sm, base, opaque(turn))  # read again: kept, it would take registers
-                thread = opaque(tid)
-                w, t = uint32(thread // uint32(WARPGROUP)), uint32(thread % uint32(4))
-                within = row_within(thread)
-                r0, h, b = int32(words[told] + w * ROWS), words[told + 1], words[told + 2]
-                row, Nq = int32(r0 + within), uint32(L.shape[2])
-                for r in range(2):
-                    l[r] = row_sum(l[r])
-                    alpha[r] = reciprocal(l[r]) if l[r] != float32(0) else float32(0)
-                    if t == 0 and row + 8 * r < Nq:
-                        shift = m[r] * scale if m[r] != -float32(float("inf")) else float32(0)
-                        L[b, h, row + 8 * r] = shift * float32(ln2) + log(l[r])  # write L_i
-                rescale(Oi, alpha)
-                if wide:
-                    store_wide(O[b, h], Oi, row, Nq)  # write O_i
-                else:
-                    write(O, Oi, sm, base, w, leader, within, r0, h, b)
-                if not early and leader:
-                    tma_wait_group_read()
-                    mbarrier_arrive(uint32(base + uint32(empty_Q)))
+                if not ahead:
+                    finish(O, L, Oi, m, l, alpha, sm, words, base, turn, tid, leader, scale)
+                    bar_sync(written + warpgroup, WARPGROUP)
+                    if leader:
+                        let_go(base, turn)
                 before, turn = last, uint32(turn + 1)
             if not wide and leader:
                 tma_wait_group()

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from . import warpgroup_tiles
+from . import padding, warpgroup_tiles
 from .gpu import cuda, device, float32, int32, kernel, load_four, types, uint32, widen
+from .hopper import rule_types
 from .masks import LOG2E, Features
 from .ptx.mbarrier import (
     fence_mbarrier_init,
@@ -128,21 +129,27 @@ class BackwardTile:
 
     @property
     def at(self) -> dict[str, int]:
-        """Where in shared memory each tile begins, in bytes; behind the last, the mbarriers."""
+        """Where in shared memory each tile begins, in bytes; then mbarriers, and bits of keys."""
         places, place = {}, 0
         for name, size in (
             ("K", self.KV_bytes), ("V", self.KV_bytes), ("Q", STAGES * self.QdO_bytes),
             ("dO", STAGES * self.QdO_bytes), ("dS", STAGES * self.dS_bytes),
             ("dQ", 4 * self.dQ_floats * self.consumers), ("L", STAGES * 4 * self.Br),
             ("D", STAGES * 4 * self.Br), ("mbarriers", 8 * self.mbarriers),
+            ("real", 4 * self.real_words),
         ):  # fmt: skip
             places[name], place = place, place + size
         return places
 
     @property
+    def real_words(self) -> int:
+        """32-bit words that say which keys are real."""
+        return self.Bc // 32
+
+    @property
     def bytes(self) -> int:
-        """Bytes of shared memory: tiles, mbarriers, and what it takes to begin where a tile may."""
-        return ALIGNED + self.at["mbarriers"] + 8 * self.mbarriers
+        """Bytes of shared memory: all of that, and what it takes to begin where a tile may."""
+        return ALIGNED + self.at["real"] + 4 * self.real_words
 
 
 def tile_for(
@@ -156,19 +163,25 @@ def signature(f: Features) -> tuple[Any, ...]:
     """Numba types of the kernel's arguments."""
     tensor_map, A = types.Array(types.uint8, 1, "C"), types.Array(types.float32, 2, "C")
     i, u = types.int32, types.uint32
-    return (*[tensor_map] * 6, A, A, A, i, i, i, i, types.float32, u, u)
+    rules = types.BaseTuple.from_types(rule_types(f))
+    return (*[tensor_map] * 6, A, A, A, i, i, i, i, types.float32, u, u, rules)
 
 
 def arguments(
-    p: Any, tile: BackwardTile, dO: Any, L: Any, D: Any, dQ: Any, dK: Any, dV: Any
-) -> tuple[Any, ...]:
-    """The kernel's arguments for a checked `launch.Problem`; L, D and dQ as matrices."""
+    p: Any, tile: BackwardTile, dO: Any, L: Any, D: Any, dQ: Any, dK: Any, dV: Any,
+    tables: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """The kernel's arguments for a checked `launch.Problem`; L, D and dQ as matrices.
+
+    tables: as in hopper.arguments.
+    """
     lo, hi, scale = p.rules[3:6]
     boxes = {"q": (p.Q, tile.Br), "k": (p.K, tile.Bc), "v": (p.V, tile.Bc), "do": (dO, tile.Br)}
     boxes |= {"dk": (dK, ROWS), "dv": (dV, ROWS)}
     maps = tensor_maps(boxes, p.features.dtype)
     sizes = np.array([p.Nq, p.Nk, lo, hi], np.int32)
-    return (*maps, L, D, dQ, *sizes, scale, np.uint32(p.heads), np.uint32(p.group))
+    rules = (*tables, *(p.rules[7:10] if p.features.dropout else ()))
+    return (*maps, L, D, dQ, *sizes, scale, np.uint32(p.heads), np.uint32(p.group), rules)
 
 
 def lanes(d: int) -> int:
@@ -262,12 +275,14 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
     tensor maps, of boxes of Br rows, of Bc, and of 64; the kernel's d is a multiple of 64, and
     columns beyond the tensor's are 0. L, D (batch heads, Tr Br) are as `row_statistics` leaves
     them. Adds to dQ, of which `finish` says how it lies, in an order that is left open. The query
-    heads that share a key head come one after the other, while K_j and V_j stay.
+    heads that share a key head come one after the other, while K_j and V_j stay. rules: as for
+    `hopper.flash_attention_3`; K_j and V_j have 0 at padded keys, and so have dK_j and dV_j.
     """
     Br, Bc, d, consumers, panels = tile.Br, tile.Bc, tile.d, tile.consumers, tile.panels
     at, QdO_bytes, dS_bytes = tile.at, tile.QdO_bytes, tile.dS_bytes
     at_K, at_V, at_Q, at_dO, at_dS = (at[name] for name in ("K", "V", "Q", "dO", "dS"))
     at_dQ, at_L, at_D, at_bars = (at[name] for name in ("dQ", "L", "D", "mbarriers"))
+    at_real, real_words, padded, dropout = at["real"], tile.real_words, f.keys, f.dropout
     Q_panel, KV_panel, box = ROW_BYTES * Br, ROW_BYTES * Bc, ROW_BYTES * ROWS  # bytes
     queries, dQ_bytes, row_bytes = tile.dQ_queries, 4 * tile.dQ_floats, 4 * Br
     RS, RP, RK, RQ = Br // 2, Br // 4, d // 2, queries // 2  # registers of S, P, dK and dQ
@@ -294,6 +309,45 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
     add_not_finite = warpgroup_tiles.add_not_finite(Br, d, f.dtype)
     clear_K = warpgroup_tiles.clear_not_finite(Bc, d, computing, f.dtype)
     clear = warpgroup_tiles.clear_not_finite(Br, d, computing, f.dtype)
+    clear_padding = warpgroup_tiles.clear_padding(Bc, d, computing)
+    clear_rows_dS, clear_rows = warpgroup_tiles.clear_rows(Br), warpgroup_tiles.clear_rows(d)
+    kept_words, kept = warpgroup_tiles.kept_words(Br), warpgroup_tiles.kept_transposed(Br)
+    drop, rounded_kept = warpgroup_tiles.drop(Br), warpgroup_tiles.rounded_kept(Br, f.dtype)
+
+    some_real = padding.real_in(Bc)
+
+    @device
+    def following_that_sees(rules, b, j0, i, i_stop, Nq, lo, hi):
+        """The next tile of queries with one that sees a real key of the block, or i_stop."""
+        c, i = rules[0][b, j0 // Bc], uint32(i + uint32(1))
+        while i < i_stop and not some_real(
+            rules[1], b, c, int32(i * Br + lo), int32(min(int32((i + 1) * Br), Nq) + hi)
+        ):
+            i = uint32(i + uint32(1))
+        return i
+
+    @device
+    def visited_that_see(rules, b, j0, i_first, i_stop, Nq, lo, hi):
+        """The first tile of queries with one that sees a real key of the block; how many."""
+        before, turns = uint32(i_first - uint32(1)), uint32(0)
+        if i_first < i_stop:
+            i_first = following_that_sees(rules, b, j0, before, i_stop, Nq, lo, hi)
+        i = i_first
+        while i < i_stop:
+            turns = uint32(turns + uint32(1))
+            i = following_that_sees(rules, b, j0, i, i_stop, Nq, lo, hi)
+        return i_first, turns
+
+    @device
+    def following_of_all(rules, b, j0, i, i_stop, Nq, lo, hi):
+        return uint32(i + 1)
+
+    @device
+    def visited_of_all(rules, b, j0, i_first, i_stop, Nq, lo, hi):
+        return i_first, i_stop - i_first
+
+    following = following_that_sees if banded and padded else following_of_all
+    visited = visited_that_see if banded and padded else visited_of_all
 
     @device
     def stage(n):
@@ -321,7 +375,10 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
         mbarrier_wait(bar_of(bars, which, n), uint32(1 - parity(n)))  # by then the tile before left
 
     @device
-    def produce(Q, K, V, dO, L, D, base, bars, j0, key_head, b, heads, group, i_first, i_stop):
+    def produce(
+        Q, K, V, dO, L, D, base, bars, j0, key_head, b, heads, group, i_first, i_stop, turns,
+        rules, Nq, lo, hi,
+    ):  # fmt: skip
         fence_tensor_map(Q)
         fence_tensor_map(K)
         fence_tensor_map(V)
@@ -329,7 +386,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
         load_KV(uint32(base + uint32(at_K)), K, j0, key_head, b, bars)  # load K_j, V_j
         load_KV(uint32(base + uint32(at_V)), V, j0, key_head, b, bars)
         h, i = uint32(key_head * group), i_first
-        for n in range(uint32(group * (i_stop - i_first))):  # load dO_i, D_i, Q_i, L_i
+        for n in range(uint32(group * turns)):  # load dO_i, D_i, Q_i, L_i
             here, i0 = opaque(base), uint32(i * Br)  # addresses are not kept: registers are scarce
             row = uint32(b * heads + h)
             bars = uint32(here + uint32(at_bars))
@@ -343,7 +400,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
             load_QdO(place(here, at_Q, QdO_bytes, n), Q, i0, h, b, full)
             mbarrier_expect_tx(full, row_bytes)
             bulk_load(place(here, at_L, row_bytes, n), L, row, i0, row_bytes, full)
-            i = uint32(i + 1)
+            i = following(rules, b, j0, i, i_stop, Nq, lo, hi)
             if i == i_stop:
                 h, i = uint32(h + 1), i_first
 
@@ -384,6 +441,71 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
         start_dKV(dVj, P, descriptor(place(base, at_dO, QdO_bytes, n), Q_panel))
 
     @device
+    def find_real_keys(rules, words, begin, b, j, tid):
+        """How many of the block's keys are real: 0, some (1), or all (2). Once all threads meet."""
+        rank, walked = rules[0], rules[1]
+        c = rank[b, j]
+        if rank[b, j + 1] == c:
+            cuda.syncthreads()
+            return int32(0)
+        if tid < real_words:
+            words[uint32(begin + uint32(at_real)) // uint32(4) + tid] = walked[
+                b, c, padding.BITS + tid
+            ]
+        cuda.syncthreads()
+        return int32(2) - walked[b, c, padding.NUMBER] % 2
+
+    @device
+    def all_real(rules, words, begin, b, j, tid):
+        cuda.syncthreads()
+        return int32(2)
+
+    real_keys = find_real_keys if padded else all_real
+
+    @device
+    def clear_padded(words, begin, at, tid):
+        """0 for what a tile of keys or values has at padded keys. By all consumers together."""
+        real, tile_at = uint32(begin + uint32(at_real)), uint32(begin + uint32(at))
+        clear_padding(words, tile_at // uint32(4), real // uint32(4), tid)
+        fence_proxy_async()
+        bar_sync(everyone, computing)
+
+    @device
+    def real_rows(words, begin, tid):
+        """Bit 0: whether the thread's first key is real; bit 8: the second."""
+        warp = uint32(tid // uint32(32))
+        at = uint32(uint32(begin + uint32(at_real)) // uint32(4) + warp // uint32(2))
+        row = uint32(warp % uint32(2) * 16 + tid % uint32(32) // uint32(4))
+        return uint32(uint32(words[at]) >> row)
+
+    @device
+    def draw(keep, rules, b, h, key, i0):
+        kept(keep, rules[-3], rules[-2], b, h, key, i0)
+
+    @device
+    def draw_nothing(keep, rules, b, h, key, i0):
+        pass
+
+    @device
+    def drop_some(dP, keep, rules):
+        drop(dP, keep, rules[-1])
+
+    @device
+    def drop_nothing(dP, keep, rules):
+        pass
+
+    @device
+    def rounded_and_kept(S, P, keep, rules):
+        rounded_kept(S, P, keep, rules[-1])
+
+    @device
+    def rounded_all(S, P, keep, rules):
+        rounded(S, P)
+
+    choose, take_out = (draw, drop_some) if dropout else (draw_nothing, drop_nothing)
+    weigh = rounded_and_kept if dropout else rounded_all
+
+    @device
     def set_K_aside(sm, begin, tid):
         """0 for inf and NaN of K_j: dS is 0 where it is masked, and 0 times these is not."""
         clear_K(sm, uint32(begin + uint32(at_K)) >> uint32(1), tid)
@@ -401,9 +523,10 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
         mbarrier_wait(full, times % uint32(2))
 
     @kernel(tile.threads, 1)
-    def hopper_backward(Q, K, V, dO, dK, dV, L, D, dQ, Nq, Nk, lo, hi, scale, heads, group):
+    def hopper_backward(Q, K, V, dO, dK, dV, L, D, dQ, Nq, Nk, lo, hi, scale, heads, group, rules):
         sm = cuda.shared.array(0, types.uint16)
         floats = cuda.shared.array(0, float32)  # the same memory
+        words = cuda.shared.array(0, int32)
         tid = uint32(cuda.threadIdx.x)
         warpgroup, leader = uint32(tid // uint32(WARPGROUP)), tid % uint32(WARPGROUP) == 0
         begin = uint32((ALIGNED - shared_address(sm, 0) % ALIGNED) % ALIGNED)
@@ -430,15 +553,19 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                 mbarrier_init(uint32(bars + uint32(full_Q + 8 * n)), 2)
                 mbarrier_init(uint32(bars + uint32(empty_Q + 8 * n)), consumers)
             fence_mbarrier_init()
-        cuda.syncthreads()
+        real = real_keys(rules, words, begin, b, block % Tc, tid)
+        if real == 0:
+            i_stop = i_first
+        i_first, turns = visited(rules, b, j0, i_first, i_stop, Nq, lo, hi)
 
         if warpgroup == consumers:
             if shares:
                 give_up()
             if leader:
                 produce(
-                    Q, K, V, dO, L, D, base, bars, j0, key_head, b, heads, group, i_first, i_stop
-                )
+                    Q, K, V, dO, L, D, base, bars, j0, key_head, b, heads, group, i_first, i_stop,
+                    turns, rules, Nq, lo, hi,
+                )  # fmt: skip
         else:
             if shares:
                 take()
@@ -449,16 +576,20 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
             dKj = cuda.local.array(RK, float32)
             dVj = cuda.local.array(RK, float32)
             dQi = cuda.local.array(RQ, float32)
+            keep = cuda.local.array(kept_words, uint32)
             for n in range(RK):
                 dKj[n] = float32(0)
                 dVj[n] = float32(0)
             mbarrier_wait(bars, 0)
+            if real == 1:
+                clear_padded(words, begin, at_K, tid)
+                clear_padded(words, begin, at_V, tid)
             bad_K, reloads = False, uint32(0)
             if banded:
                 odd = not_finite_K(sm, uint32(begin + uint32(at_K)) >> uint32(1), tid)
                 bad_K = bar_red_or(everyone, computing, odd) != 0
             h, i = uint32(key_head * group), i_first
-            for n in range(uint32(group * (i_stop - i_first))):
+            for n in range(uint32(group * turns)):
                 tid = opaque(tid)  # what follows from it is not kept: registers are scarce
                 warpgroup, leader = uint32(tid // uint32(WARPGROUP)), tid % uint32(WARPGROUP) == 0
                 within, t = row_of(tid), uint32(tid % uint32(4))
@@ -474,23 +605,27 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                 dO_at = place(base, at_dO, QdO_bytes, n)
                 v = uint32(base + uint32(at_V) + mine_in)
                 start_S(dP, descriptor(v, 0), descriptor(dO_at, 0))  # dPᵀ = V dOᵀ
+                choose(keep, rules, b, h, key, i0)
                 all_but_one()
                 have_S(S, 0)
                 weights(S, floats, place(begin, at_L, row_bytes, n) >> uint32(2), scale)
                 if not whole:
                     clear_masked(S, key, i0 + 2 * t, Nq, Nk, lo, hi)
                 if early:
-                    rounded(S, P)
+                    weigh(S, P, keep, rules)
                     start_dV(sm, dVj, P, base, begin, n, j0, i0, key, lo, hi, tid)
                     all_but_one()
                 else:
                     all_products()
                 have_S(dP, 0)
+                take_out(dP, keep, rules)
                 gradient(dP, S, floats, place(begin, at_D, row_bytes, n) >> uint32(2))
                 if not early:
-                    rounded(S, P)
+                    weigh(S, P, keep, rules)
                 if not whole:
                     clear_masked(dP, key, i0 + 2 * t, Nq, Nk, lo, hi)
+                if real == 1:
+                    clear_rows_dS(dP, real_rows(words, begin, tid))
                 rounded(dP, dS)
                 if not early:
                     start_dV(sm, dVj, P, base, begin, n, j0, i0, key, lo, hi, tid)
@@ -528,12 +663,17 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                 if banded and hidden and bad_K:
                     bring_K_back(K, base, bars, j0, key_head, b, reloads, tid)
                     reloads = uint32(reloads + 1)
-                i = uint32(i + 1)
+                    if real == 1:
+                        clear_padded(words, begin, at_K, tid)
+                i = following(rules, b, j0, i, i_stop, Nq, lo, hi)
                 if i == i_stop:
                     h, i = uint32(h + 1), i_first
 
             for n in range(RK):
                 dKj[n] *= scale * float32(ln2)
+            if real == 1:
+                clear_rows(dKj, real_rows(words, begin, tid))
+                clear_rows(dVj, real_rows(words, begin, tid))
             within, mine_in = row_of(tid), uint32(warpgroup * uint32(box))
             bar_sync(everyone, computing)  # nobody needs K_j or V_j any more
             put(sm, uint32(begin + uint32(at_K) + mine_in) >> uint32(1), dKj, within)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from . import (
     gradients,
     hopper,
     hopper_backward,
+    padding,
     split_kv,
     standard,
 )
@@ -41,7 +42,19 @@ from .warp_tiles import WarpTile, warp_tile_for
 from .warpgroup_tiles import WARPGROUP, WarpgroupTile, warpgroup_tile_for
 
 WIDEST = 256
-ROWS = 32  # that a block has of what is done row by row
+ROWS = 8 if gpu.SIMULATED else 64  # that a block has of what is done row by row
+
+
+class Turn(NamedTuple):
+    """What a turn of a kernel's inner loop moves: two tiles of (rows, d) come on chip.
+
+    dtypes: as what each is stored; back: whether the second goes back to HBM.
+    """
+
+    rows: int
+    d: int
+    dtypes: tuple[str, str]
+    back: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class Step:
 
     under_way: how many loads a thread has under way before it waits, and the bytes of each.
     sharing: how many blocks, one after the other in the grid, walk the same tiles.
+    turn: of the loop over those, where it brings two tiles through registers.
     """
 
     name: str
@@ -60,6 +74,7 @@ class Step:
     args: tuple[Any, ...]
     under_way: tuple[int, int]
     sharing: int
+    turn: Turn | None = None
 
 
 @dataclass
@@ -88,10 +103,11 @@ class Plan:
 
     def add(
         self, name: str, function: Any, grid: int, threads: int, shared: int, args: tuple[Any, ...],
-        under_way: tuple[int, int] = (1, 4), sharing: int = 1,
+        under_way: tuple[int, int] = (1, 4), sharing: int = 1, turn: Turn | None = None,
     ) -> None:  # fmt: skip
         """Append a step."""
-        self.steps.append(Step(name, function, grid, threads, shared, args, under_way, sharing))
+        step = Step(name, function, grid, threads, shared, args, under_way, sharing, turn)
+        self.steps.append(step)
 
     def launch(self) -> None:
         """Launch every step; returns before they have run."""
@@ -251,7 +267,8 @@ def plan_backward(
     if not row.covers(p, *others):
         algorithm, row, threads = "flash2", BACKWARD["flash2"], None
         tiles = tiles if p.features.layout else None
-    Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, p.d, gpu.shared_memory_bytes()))
+    default = default_tiles(row, p.d, gpu.shared_memory_bytes(), f=p.features)
+    Br, Bc = checks.pair_of_tiles(tiles or default)
     made = Plan(algorithm, row.tile(Br, Bc, p.d, threads, row.results), p.stream)
     made.inputs = (p, *seen)
     row.build(p, made, *seen)
@@ -282,7 +299,8 @@ def plan(
         algorithm, row, threads = "flash2", KERNELS["flash2"], None
         tiles = tiles if problem.features.layout else None
     limit = gpu.shared_memory_bytes()
-    Br, Bc = checks.pair_of_tiles(tiles or default_tiles(row, problem.d, limit, problem.Nq))
+    default = default_tiles(row, problem.d, limit, problem.Nq, problem.features)
+    Br, Bc = checks.pair_of_tiles(tiles or default)
     tile = tile or row.tile(Br, Bc, problem.d, threads)
     made = Plan(algorithm, tile, problem.stream)
     made.inputs = (problem,)
@@ -299,13 +317,17 @@ def _check_layout(algorithm: str, block_mask: Any, tiles: Any) -> None:
         raise bad("tiles", None, "(Br, Bc), the tiles that block_mask speaks of")
 
 
-def default_tiles(row: Row, d: int, limit: int, Nq: int | None = None) -> tuple[int, int]:
+def default_tiles(
+    row: Row, d: int, limit: int, Nq: int | None = None, f: Features | None = None
+) -> tuple[int, int]:
     """The first (Br, Bc) of the row that fit in `limit` bytes of shared memory, or the last.
 
-    Where queries are few, no more rows than there are: each takes time in shared memory.
+    Where queries are few, no more rows than there are: each takes time in shared memory. f: what
+    the kernel is to be compiled for, if that matters.
     """
-    fitting = (tiles for tiles in row.tiles if row.shared_bytes(*tiles, d) <= limit)
-    Br, Bc = next(fitting, row.tiles[-1])
+    some = row.tiles_for(d, f or Features())
+    fitting = (tiles for tiles in some if row.shared_bytes(*tiles, d) <= limit)
+    Br, Bc = next(fitting, some[-1])
     return (max(1, min(Br, Nq)) if row.few and Nq is not None else Br), Bc
 
 
@@ -332,6 +354,11 @@ def under_way(rows: int, tile: Tile, p: Problem) -> tuple[int, int]:
     return loads_under_way(rows, tile.d, tile.threads, p.q.dtype)
 
 
+def turn_of(rows: int, p: Problem) -> Turn:
+    """With two tiles of so many rows of the inputs."""
+    return Turn(rows, p.d, (p.q.dtype, p.q.dtype))
+
+
 def _flash2(p: Problem, made: Plan) -> None:
     tile = made.tile
     O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
@@ -340,7 +367,8 @@ def _flash2(p: Problem, made: Plan) -> None:
     args = (p.Q, p.K, p.V, O, L, np.int64(p.Nk), *p.rules)
     function = flash2.flash_attention_2(tile, p.features)
     shared, waits = flash2.arrangement(tile)["bytes"], under_way(tile.Bc, tile, p)
-    made.add("flash2", function, grid, tile.threads, shared, args, waits, -(-p.Nq // tile.Br))
+    Tr, turn = -(-p.Nq // tile.Br), turn_of(tile.Bc, p)
+    made.add("flash2", function, grid, tile.threads, shared, args, waits, Tr, turn)
 
 
 def _flash1(p: Problem, made: Plan) -> None:
@@ -353,8 +381,8 @@ def _flash1(p: Problem, made: Plan) -> None:
     args = (p.Q, p.K, p.V, O, l, m, *p.rules)
     function = flash1.flash_attention_1(tile, p.features)
     shared = flash1.arrangement(tile)["bytes"]
-    waits = under_way(tile.Br, tile, p)
-    made.add("flash1", function, p.heads * p.batch, tile.threads, shared, args, waits)
+    waits, turn = under_way(tile.Br, tile, p), Turn(tile.Br, p.d, (p.q.dtype, "float32"), back=True)
+    made.add("flash1", function, p.heads * p.batch, tile.threads, shared, args, waits, turn=turn)
     rows = p.Nq * p.heads * p.batch
     function = flash1.finish(p.q.dtype, gpu.ROW_THREADS)
     made.add("finish", function, rows, gpu.ROW_THREADS, 0, (O, l, m, L, rounded))
@@ -396,7 +424,8 @@ def _split_kv(p: Problem, made: Plan) -> None:
     function = flash2.flash_attention_2(tile, replace(p.features, output="float32"))
     args = (p.Q, p.K, p.V, O_parts, L_parts, np.int64(span), *p.rules)
     shared, waits = flash2.arrangement(tile)["bytes"], under_way(tile.Bc, tile, p)
-    made.add("split", function, rows * made.parts, tile.threads, shared, args, waits)
+    grid, turn = rows * made.parts, turn_of(tile.Bc, p)
+    made.add("split", function, grid, tile.threads, shared, args, waits, turn=turn)
     _merge(p, made, O_parts, L_parts, O, L)
 
 
@@ -418,7 +447,8 @@ def _hopper(p: Problem, made: Plan) -> None:
         raise bad("tiles", (tile.Br, tile.Bc), f"{accepted} of a thread, not {tile.held}")
     O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
     L = p.make(made, "L", (p.Nq,), "float32")
-    args = hopper.arguments(p, tile, p.features, p.Q, O, L, p.group, p.Nk)
+    tables = _key_tiles(p, made)
+    args = hopper.arguments(p, tile, p.features, p.Q, O, L, p.group, p.Nk, tables)
     function = hopper.flash_attention_3(tile, p.features)
     Tr, waits = -(-p.Nq // tile.Br), (2 * tile.stages * tile.KV_bytes // tile.threads // 16, 16)
     grid = min(Tr * p.heads * p.batch, gpu.multiprocessors())
@@ -439,13 +469,27 @@ def _hopper_split(p: Problem, made: Plan) -> None:
     Q = p.q.seen_as((p.batch, *rows), (by_batch, p.group * by_head, by_head, item))
     each = made.parts * p.batch
     partial = O_parts.reshape(each, *rows), L_parts.reshape(each, *rows[:2])
-    args = hopper.arguments(p, tile, f, Q, *partial, 1, span)
+    args = hopper.arguments(p, tile, f, Q, *partial, 1, span, _key_tiles(p, made))
     items = -(-p.group // tile.Br) * key_heads * p.batch * made.parts
     grid = min(items, gpu.multiprocessors())
     waits = 2 * tile.stages * tile.KV_bytes // tile.threads // 16, 16
     function = hopper.flash_attention_3(tile, f)
     made.add("split", function, grid, tile.threads, tile.bytes, args, waits)
     _merge(p, made, O_parts, L_parts, O, L)
+
+
+def _key_tiles(p: Problem, made: Plan) -> tuple[Any, ...]:
+    """What a step before the others finds of key tiles with a real key; nothing without padding."""
+    if not p.features.keys:
+        return ()
+    Bc, threads = made.tile.Bc, gpu.ROW_THREADS
+    tables, Tc = [], -(-p.Nk // Bc)
+    for shape in ((p.batch, Tc + 1), (p.batch, Tc, padding.entry(Bc))):
+        table = arrays.new(p.q, shape, "int32")[1]
+        tables.append(table.seen_as(shape, arrays.contiguous(shape, 4)))
+    function, args = padding.walked_tiles(Bc, threads), (p.rules[0], *tables)
+    made.add("keys", function, p.batch, threads, 4 * threads, args)
+    return tuple(tables)
 
 
 def _at_a_time(tile: Tile) -> int:
@@ -465,9 +509,11 @@ def _parts(Nk: int, Bc: int, wanted: int) -> tuple[int, int]:
 
 
 def _merge(p: Problem, made: Plan, O_parts: Any, L_parts: Any, O: Any, L: Any) -> None:
-    function = split_kv.merge(made.parts, gpu.ROW_THREADS, p.q.dtype)
+    threads = gpu.ROW_THREADS
+    function = split_kv.merge(made.parts, p.d, threads, p.q.dtype)
     args, rows = (O_parts, L_parts, O, L), p.Nq * p.heads * p.batch
-    made.add("merge", function, rows, gpu.ROW_THREADS, 4 * made.parts, args)
+    waits = min(split_kv.LOADS, made.parts), 4
+    made.add("merge", function, rows, threads, 4 * (made.parts + threads), args, waits)
 
 
 def _tensor_cores(p: Problem, *others: Operand) -> bool:
@@ -475,7 +521,8 @@ def _tensor_cores(p: Problem, *others: Operand) -> bool:
 
     others: what a backward pass loads besides q, k and v: the output and its gradient.
     """
-    return gpu.compute_capability() >= (8, 0) and p.d in (64, 128) and _sixteen_bits(p, *others)
+    fits = p.d in (64, 128) and not (p.features.keys or p.features.dropout)
+    return gpu.compute_capability() >= (8, 0) and fits and _sixteen_bits(p, *others)
 
 
 def _warpgroups(p: Problem) -> bool:
@@ -501,14 +548,15 @@ def _warpgroups_backward(p: Problem, *others: Operand) -> bool:
 
 
 def _one_query(p: Problem) -> bool:
-    return _warpgroups(p) and p.Nq == 1 and not p.features.band
+    f = p.features
+    return _warpgroups(p) and p.Nq == 1 and not (f.band or f.dropout)
 
 
 def _sixteen_bits(p: Problem, *others: Operand) -> bool:
     f = p.features
     return (
         f.dtype in ("float16", "bfloat16")
-        and not (f.keys or f.layout or f.mask or f.dropout)
+        and not (f.layout or f.mask)
         and float(p.scale) > 0
         and all(x.rows_aligned(16) for x in (p.q, p.k, p.v, *others))
     )
@@ -539,10 +587,10 @@ def _round_dQ(p: Problem, made: Plan, dQ: Any) -> None:
 
 def _row_dots(p: Problem, made: Plan, O: Any, dO: Any) -> Any:
     D = p.make(made, "D", (p.Nq,), "float32")
-    threads, shared = gpu.ROW_THREADS, flash2_backward.row_dots_arrangement(ROWS, p.d)["bytes"]
+    threads = max(32, gpu.ROW_THREADS)  # whole warps
     function = flash2_backward.row_dots(ROWS, p.d, threads, p.q.dtype)
-    waits = loads_under_way(ROWS, p.d, threads, p.q.dtype)
-    made.add("D", function, _row_blocks(p), threads, shared, (dO, O, D), waits)
+    waits = flash2_backward.loads_under_way(p.d, p.q.dtype)
+    made.add("D", function, _row_blocks(p), threads, 0, (dO, O, D), waits)
     return D
 
 
@@ -572,7 +620,8 @@ def _flash2_backward(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
     args = (p.Q, p.K, p.V, dO, L, D, dQ, dK, dV, *p.rules)
     Tc = -(-p.Nk // tile.Br)
     grid, waits = Tc * (p.heads // p.group) * p.batch, under_way(tile.Bc, tile, p)
-    made.add("flash2_backward", function, grid, tile.threads, shared, args, waits, Tc)
+    turn = turn_of(tile.Bc, p)
+    made.add("flash2_backward", function, grid, tile.threads, shared, args, waits, Tc, turn)
     _round_dQ(p, made, dQ)
 
 
@@ -605,7 +654,7 @@ def _hopper_backward(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
     grid = -(-Tr * tile.Br // rows) * heads
     made.add("D", function, grid, threads, 0, (dO, O, L, L2, D), (2, 16))
     parts = parts.reshape(heads * Tr * tile.consumers, tile.dQ_floats)
-    args = hopper_backward.arguments(p, tile, dO, L2, D, parts, dK, dV)
+    args = hopper_backward.arguments(p, tile, dO, L2, D, parts, dK, dV, _key_tiles(p, made))
     function = hopper_backward.flash_attention_3_backward(tile, p.features)
     grid, waits = Tc * heads // p.group, (4 * tile.QdO_bytes // tile.threads // 16, 16)
     made.add("hopper_backward", function, grid, tile.threads, tile.bytes, args, waits, Tc)
@@ -622,12 +671,14 @@ def _two_kernels(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
     shared = gradients.arrangement(tile.swapped)["bytes"]
     grid = -(-p.Nk // tile.Bc) * (p.heads // p.group) * p.batch
     wide, waits = (*args, dK, dV, *p.rules), under_way(tile.Br, tile, p)
-    made.add("dKdV", function, grid, tile.threads, shared, wide, waits, -(-p.Nk // tile.Bc))
+    Tc, turn = -(-p.Nk // tile.Bc), turn_of(tile.Br, p)
+    made.add("dKdV", function, grid, tile.threads, shared, wide, waits, Tc, turn)
     function = flash2_two_kernels.queries(tile, p.features)
     shared = flash2_two_kernels.queries_arrangement(tile)["bytes"]
     grid = -(-p.Nq // tile.Br) * p.heads * p.batch
     wide, waits = (*args, dQ, *p.rules), under_way(tile.Bc, tile, p)
-    made.add("dQ", function, grid, tile.threads, shared, wide, waits, -(-p.Nq // tile.Br))
+    Tr, turn = -(-p.Nq // tile.Br), turn_of(tile.Bc, p)
+    made.add("dQ", function, grid, tile.threads, shared, wide, waits, Tr, turn)
 
 
 @dataclass(frozen=True)
@@ -636,6 +687,8 @@ class Row:
 
     room(tile): bytes of shared memory; results: as in tile_for; few: it is for few queries; tile:
     makes a tile of its sizes; covers(problem, do): whether it can; do: in a backward pass.
+    with_padding, with_dropout: default tiles for each width if there is such a thing, as it takes
+    registers; by the largest d.
     """
 
     title: str
@@ -646,6 +699,13 @@ class Row:
     few: bool = False
     tile: Callable[..., Any] = tile_for
     covers: Callable[..., bool] = lambda *problem: True
+    with_padding: tuple[tuple[int, tuple[int, int]], ...] = ()
+    with_dropout: tuple[tuple[int, tuple[int, int]], ...] = ()
+
+    def tiles_for(self, d: int, f: Features) -> tuple[tuple[int, int], ...]:
+        """The default tiles of a kernel that is compiled for this."""
+        mine = self.with_dropout if f.dropout else self.with_padding if f.keys else ()
+        return tuple(tiles for width, tiles in mine if d <= width)[:1] or self.tiles
 
     def shared_bytes(self, Br: int, Bc: int, d: int) -> int:
         """Bytes of shared memory that a block takes; too many if it takes no such tiles."""
@@ -702,6 +762,7 @@ def _hopper_backward_room(tile: BackwardTile) -> int:
 
 
 _SQUARES = ((64, 64), (32, 32), (16, 16))
+_FEW_REGISTERS = ((64, (128, 128)), (128, (128, 96)), (192, (128, 96)), (256, (128, 64)))
 KERNELS = {
     "standard": Row(
         "standard attention, three kernels", _standard, ((128, 64), *_SQUARES), _standard_room
@@ -733,6 +794,8 @@ KERNELS = {
         _hopper_room,
         tile=warpgroup_tile_for,
         covers=_warpgroups,
+        with_padding=_FEW_REGISTERS,
+        with_dropout=_FEW_REGISTERS,
     ),
     "hopper_split_kv": Row(
         "the same with the keys shared out, for one query a head",
@@ -773,6 +836,7 @@ BACKWARD = {
         _hopper_backward_room,
         tile=hopper_backward.tile_for,
         covers=_warpgroups_backward,
+        with_dropout=((64, (64, 128)), (128, (32, 128))),
     ),
 }
 

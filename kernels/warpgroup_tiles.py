@@ -12,10 +12,21 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
 
+from .dropout import kept_four
 from .gpu import cuda, device, float32, int32, store4, uint32, uint64, widen
+from .padding import BITS, entry
 from .ptx.mbarrier import mbarrier_expect_tx
 from .ptx.tma import tma_load
-from .ptx.warp import add_nothing, exp2, load_two, load_words, pack, store_pair, store_two
+from .ptx.warp import (
+    add_nothing,
+    exp2,
+    load_two,
+    load_words,
+    pack,
+    shuffle_xor_bits,
+    store_pair,
+    store_two,
+)
 from .ptx.wgmma import (
     PANEL,
     ROW_BYTES,
@@ -81,6 +92,11 @@ class WarpgroupTile:
         return {1: (256, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     @property
+    def registers_with_padding(self) -> tuple[int, int]:
+        """The same with a padding mask: the producer looks up keys, which takes some more."""
+        return (88, 208) if self.consumers == 2 else self.registers
+
+    @property
     def held(self) -> int:
         """Registers that a consumer's thread needs: for S, P and O, and what goes with them."""
         return self.Bc // 2 + self.Bc // 4 + self.d // 2 + 32
@@ -96,33 +112,35 @@ class WarpgroupTile:
         return 2 * self.Bc * self.d
 
     @property
-    def O_at(self) -> int:
-        """Where O leaves from, in bytes from Q: its own place, if there is room, or that of Q."""
-        return self._tiles if self._rest + self._tiles + self.Q_bytes <= ROOM else 0
+    def places(self) -> int:
+        """For a tile of Q, which O leaves from too: two, to load one ahead, if they fit."""
+        return 2 if self._bytes(2) <= ROOM else 1
 
     @property
     def bars_at(self) -> int:
-        """Where the mbarriers begin, in bytes from Q."""
-        return self._tiles + (self.Q_bytes if self.O_at else 0)
+        """Where the mbarriers begin, in bytes from the first place of Q."""
+        return self.places * self.Q_bytes + 2 * self.stages * self.KV_bytes
 
     @property
     def mbarriers(self) -> int:
-        """Full and empty ones of Q and of each stage of K and V; one of what a V was seen to be."""
-        return 2 + 5 * self.stages
+        """Full and empty ones of each place of Q, K and V; one of what a V was seen to be."""
+        return 2 * self.places + 5 * self.stages
+
+    @property
+    def key_words(self) -> int:
+        """32-bit words that say which tile is in a stage, and which of its keys are real."""
+        return 1 + entry(self.Bc) - BITS
 
     @property
     def bytes(self) -> int:
         """Bytes of shared memory: tiles, mbarriers, words, and what it takes to begin aligned."""
-        return self.bars_at + self._rest
+        return self._bytes(self.places)
 
-    @property
-    def _tiles(self) -> int:
-        """Bytes of Q, K and V."""
-        return self.Q_bytes + 2 * self.stages * self.KV_bytes
-
-    @property
-    def _rest(self) -> int:
-        return ALIGNED + 8 * self.mbarriers + 4 * (3 * WORDS + self.stages)
+    def _bytes(self, places: int) -> int:
+        """With words: what to do, what was seen, the keys of each tile."""
+        tiles = places * self.Q_bytes + 2 * self.stages * self.KV_bytes
+        words = 3 * WORDS + self.stages + 2 * self.stages * self.key_words
+        return ALIGNED + tiles + 8 * (2 * places + 5 * self.stages) + 4 * words
 
 
 def warpgroup_tile_for(
@@ -249,6 +267,45 @@ def mask_before(columns: int) -> Any:
 
 
 @cache
+def mask_padding(columns: int) -> Any:
+    """mask_padding(S, words, at): scores of columns whose bit is 0 become -inf.
+
+    words[at]: the first of the tile's columns, 32 bits each.
+    """
+
+    @device
+    def mask_columns(S, words, at):
+        t = uint32(uint32(cuda.threadIdx.x) % uint32(4))
+        for n in range(columns // 8):
+            mine = uint32(uint32(words[at + n // 4]) >> uint32(2 * t))
+            for r in range(2):
+                for u in range(2):
+                    if uint32(mine >> uint32(8 * (n % 4) + u)) & uint32(1) == uint32(0):
+                        S[4 * n + 2 * r + u] = -float32(float("inf"))
+
+    return mask_columns
+
+
+@cache
+def clear_padding(rows: int, d: int, threads: int) -> Any:
+    """clear_padding(words, tile, bits, thread): a thread's share of the rows whose bit is 0 is 0.
+
+    words[tile]: the first of a tile of 16-bit elements; words[bits]: of its rows, 32 bits each.
+    """
+
+    @device
+    def clear(words, tile, bits, thread):
+        for e in range(thread, rows * d // 2, threads):
+            row = uint32(uint32(e) // uint32(PANEL // 2) % uint32(rows))
+            if uint32(uint32(words[bits + row // uint32(32)]) >> row % uint32(32)) & uint32(
+                1
+            ) == uint32(0):
+                words[tile + e] = 0
+
+    return clear
+
+
+@cache
 def partial_transposed(columns: int, banded: bool) -> Any:
     """partial_transposed(j0, i0, Nq, Nk, lo, hi): whether some score may not count.
 
@@ -290,6 +347,24 @@ def clear_masked(columns: int, banded: bool) -> Any:
     return clear
 
 
+TOGETHER = 4  # loads of 16 bytes that a thread has under way
+
+
+@cache
+def clear_rows(columns: int) -> Any:
+    """clear_rows(S, real): of a thread's two rows of S, those whose bit, 0 or 8, is 0 become 0."""
+
+    @device
+    def clear(S, real):
+        for r in range(2):
+            if uint32(real >> uint32(8 * r)) & uint32(1) == uint32(0):
+                for n in range(columns // 8):
+                    for u in range(2):
+                        S[4 * n + 2 * r + u] = float32(0)
+
+    return clear
+
+
 @cache
 def not_finite(rows: int, d: int, threads: int, dtype: str) -> Any:
     """not_finite(sm, at, thread): 1 if there is inf or NaN in a thread's share of a tile, else 0.
@@ -297,19 +372,20 @@ def not_finite(rows: int, d: int, threads: int, dtype: str) -> Any:
     0 times it is added up, of two elements at a time: that takes one instruction, and is NaN.
     """
     chunks, add = rows * d // 8, add_nothing(dtype)
-    turns = -(-chunks // threads)
+    turns, room = -(-chunks // threads), 4 * TOGETHER
 
     @device
     def look(sm, at, thread):
-        four = cuda.local.array(4, uint32)
+        words = cuda.local.array(room, uint32)
         total = uint32(0)
-        for n in range(turns):
-            chunk = uint32(thread + n * threads)
-            if chunk < chunks:
-                load_words(four, 0, sm, uint32(at + 8 * chunk))
-                part = uint32(0)  # of this chunk: it need not wait for the others
-                for u in range(4):
-                    part = add(four[u], part)
+        for n in range(0, turns, TOGETHER):
+            for u in range(TOGETHER):  # under way before the first is waited for
+                chunk = min(uint32(thread + (n + u) * threads), uint32(chunks - 1))
+                load_words(words, 4 * u, sm, uint32(at + 8 * chunk))
+            for u in range(0, room, 4):
+                part = uint32(0)  # of this load: it need not wait for the others
+                for w in range(4):
+                    part = add(words[u + w], part)
                 total = add(part, total)
         return uint32(total != 0)
 
@@ -411,6 +487,122 @@ def rounded(columns: int, dtype: str) -> Any:
     def round_scores(S, P):
         for n in range(count):
             P[n] = two(S[2 * n + 1], S[2 * n])
+
+    return round_scores
+
+
+def _word_by_word(columns: int, word: Any) -> Any:
+    """fill(keep, ...): word(m, count)'s functions, each for keep[m] and `count` times 8 columns."""
+
+    def both(one: Any, other: Any) -> Any:
+        @device
+        def fill_both(keep, seed, threshold, b, h, row, column):
+            one(keep, seed, threshold, b, h, row, column)
+            other(keep, seed, threshold, b, h, row, column)
+
+        return fill_both
+
+    eights = columns // 8
+    return reduce(both, (word(m, min(8, eights - 8 * m)) for m in range(kept_words(columns))))
+
+
+def kept_words(columns: int) -> int:
+    """Registers with a bit for each of a thread's weights, in a product with so many columns."""
+    return -(-columns // 64)
+
+
+@cache
+def kept(columns: int) -> Any:
+    """kept(keep, seed, threshold, b, h, row, column): which weights dropout keeps, in bits.
+
+    Rows are queries, columns keys; row is the thread's first, column the tile's first. Bit
+    4 (n % 8) + 2 r + u of keep[n // 8] is that of column 8 n + 2 t + u of the thread's row r. Of
+    two lanes that share four columns, each draws for one of the rows.
+    """
+
+    def word(m: int, count: int) -> Any:
+        @device
+        def fill(keep, seed, threshold, b, h, row, column):
+            t = uint32(uint32(cuda.threadIdx.x) % uint32(4))
+            odd = uint32(t % uint32(2))
+            i, quad = uint32(row + 8 * odd), uint32(column // 4 + 16 * m + t // uint32(2))
+            mine = uint32(0)
+            for n in range(count):
+                four = kept_four(seed, threshold, b, h, i, uint32(quad + 2 * n))
+                mine |= uint32(four << uint32(4 * n))
+            other = shuffle_xor_bits(mine, uint32(1))
+            first, second = (mine, other) if odd == 0 else (other, mine)
+            low = uint32(uint32(first >> uint32(2 * odd)) & uint32(0x33333333))
+            high = uint32(uint32(second >> uint32(2 * odd)) & uint32(0x33333333))
+            keep[m] = uint32(low | uint32(high << uint32(2)))
+
+        return fill
+
+    return _word_by_word(columns, word)
+
+
+@cache
+def kept_transposed(columns: int) -> Any:
+    """As `kept`, where rows are keys and columns queries: row, again, is the thread's first.
+
+    Four lanes share four keys of two rows, for two queries: each draws for one row and query.
+    """
+
+    def word(m: int, count: int) -> Any:
+        @device
+        def fill(keep, seed, threshold, b, h, row, column):
+            lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+            t, q = uint32(lane % uint32(4)), uint32(lane // uint32(4) % uint32(4))
+            quad = uint32(row // 4 + 2 * (q // uint32(2)))
+            i = uint32(column + 64 * m + 2 * t + q % uint32(2))
+            mine = uint32(0)
+            for n in range(count):
+                four = kept_four(seed, threshold, b, h, uint32(i + 8 * n), quad)
+                mine |= uint32(four << uint32(4 * n))
+            bits = uint32(uint32(uint32(mine >> q) & uint32(0x11111111)) << q)
+            for n in range(1, 4):
+                theirs = uint32(shuffle_xor_bits(mine, uint32(4 * n)) >> q)
+                bits |= uint32(uint32(theirs & uint32(0x11111111)) << uint32(q ^ uint32(n)))
+            keep[m] = bits
+
+        return fill
+
+    return _word_by_word(columns, word)
+
+
+@device
+def _survives(keep, n, r, u, factor):
+    bit = uint32(keep[n // 8] >> uint32(4 * (n % 8) + 2 * r + u)) & uint32(1)
+    return factor if bit != uint32(0) else float32(0)
+
+
+@cache
+def drop(columns: int) -> Any:
+    """drop(S, keep, factor): S becomes 0, or S times factor where it is kept; keep as of `kept`."""
+
+    @device
+    def drop_scores(S, keep, factor):
+        for n in range(columns // 8):
+            for r in range(2):
+                for u in range(2):
+                    S[4 * n + 2 * r + u] *= _survives(keep, n, r, u, factor)
+
+    return drop_scores
+
+
+@cache
+def rounded_kept(columns: int, dtype: str) -> Any:
+    """rounded_kept(S, P, keep, factor): as `rounded`, of what `drop` would make of S."""
+    two = pack(dtype)
+
+    @device
+    def round_scores(S, P, keep, factor):
+        for n in range(columns // 8):
+            for r in range(2):
+                e = 4 * n + 2 * r
+                low = S[e] * _survives(keep, n, r, 0, factor)
+                high = S[e + 1] * _survives(keep, n, r, 1, factor)
+                P[2 * n + r] = two(high, low)
 
     return round_scores
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flashsim.kernels import arrays, hopper, launch
+from flashsim.kernels import arrays, hopper, launch, padding
 from flashsim.kernels.gpu import cuda, kernel, types, uint32
 from flashsim.kernels.ptx import mbarrier, shared, tma, warp, warpgroup, wgmma
 from flashsim.kernels.warpgroup_tiles import (
@@ -28,15 +28,15 @@ THREADS = 128
 
 
 class Crowded(WarpgroupTile):
-    """A tile whose O leaves from the place of Q."""
+    """A tile with one place for Q, which O leaves from before the next is loaded."""
 
-    O_at = 0
+    places = 1
 
 
 def attention(q, k, v, tile, algorithm="hopper", **what):
     """(algorithm, output, lse, traffic) of a kernel, with the tile (Br, Bc, stages, ping_pong).
 
-    Then, it may say "crowded": as if shared memory had no room for O.
+    Then, it may say "crowded": as if shared memory had no room for a second Q.
     """
     Br, Bc, stages, ping_pong, *crowded = tile
     d = -(-q.shape[-1] // 64) * 64
@@ -58,6 +58,12 @@ def again(q, k, v, tile):
 def ran(q, k, v, **what):
     """Which kernel a call would launch."""
     return launch.plan(q, k, v, **what).algorithm
+
+
+def tiles_of(q, k, v, **what):
+    """Which (Br, Bc) it would have."""
+    tile = launch.plan(q, k, v, **what).tile
+    return tile.Br, tile.Bc
 
 
 def repeats(x, strides):
@@ -458,3 +464,15 @@ def added(x, total, row, column, *, touch_after="", wait=True):
     before = np.zeros(count, np.float32)
     run[1, 1, 0, 2048 + 4 * count](x, total, before)
     return total, before
+
+
+def key_tiles(keys, Bc, first, stop):
+    """What `padding.walked_tiles` writes; and of each item, the tiles from one key to another."""
+    threads, Tc = 4, -(-keys.shape[1] // Bc)
+    rank = np.full((len(keys), Tc + 1), -7, np.int32)
+    walked = np.full((len(keys), Tc, padding.entry(Bc)), -7, np.int32)
+    padding.walked_tiles(Bc, threads)[len(keys), threads, 0, 4 * threads](
+        keys.view(np.uint8), rank, walked
+    )
+    between = padding.tiles_between(Bc, True)
+    return rank, walked, [between((rank, walked), b, first, stop) for b in range(len(keys))]

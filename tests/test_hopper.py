@@ -197,6 +197,16 @@ def ratio(output, q, k, v, **what):
     return float((np.abs(output.astype(np.float64) - right.output) / bound).max(initial=0))
 
 
+def real(share, batch, Nk, *none):
+    """A key padding mask: such a share of the keys is real, and of some stretches none is."""
+    keys = np.random.default_rng(Nk).random((batch, Nk)) < share
+    for b, first, stop in none:
+        keys[b, first:stop] = False
+    return {"key_padding_mask": keys}
+
+
+APART = {"key_padding_mask": np.isin(np.arange(130), [3, 40, 90])[None]}  # also within a tile
+DROPPED = {"dropout_p": 0.3, "seed": 2**40 + 5}
 CASES = {
     "one tile": (F16, (1, 1, 1, 64, 64, 64), (64, 64, 2, False), {}),
     "tails, GQA": (F16, (1, 2, 1, 70, 75, 64), (64, 32, 2, False), {}),
@@ -227,6 +237,38 @@ CASES = {
         {"window": (30, 10)},
     ),
     "no room for O": (F16, (1, 6, 3, 40, 33, 64), (64, 16, 2, False, "crowded"), {}),
+    "padding": (
+        F16,
+        (2, 2, 1, 20, 75, 64),
+        (64, 16, 2, False),
+        real(0.4, 2, 75, (0, 16, 48), (0, 60, 75), (1, 0, 75)),
+    ),
+    "padding, causal, taking turns": (
+        BF16,
+        (1, 1, 1, 130, 110, 64),
+        (128, 16, 1, True),
+        {"is_causal": True, **real(0.05, 1, 110)},
+    ),
+    "padding, a window": (
+        F16,
+        (1, 1, 1, 70, 130, 64),
+        (64, 48, 2, False),
+        {"window": (3, 2), **real(0.08, 1, 130)},
+    ),
+    "padding, nothing real in the window": (
+        F16,
+        (1, 1, 1, 64, 130, 64),
+        (64, 128, 1, False),
+        {"window": (10, 2), **APART},
+    ),
+    "dropout": (F16, (2, 2, 1, 20, 40, 64), (64, 32, 2, False), DROPPED),
+    "dropout, more than 64 keys": (BF16, (1, 1, 1, 20, 90, 64), (64, 80, 2, False), DROPPED),
+    "padding and dropout": (
+        F16,
+        (1, 2, 1, 70, 40, 64),
+        (128, 16, 2, True),
+        {"is_causal": True, **real(0.5, 1, 40), **DROPPED},
+    ),
 }
 
 
@@ -296,12 +338,78 @@ def test_what_is_behind_a_mask_does_not_leak(hopper, dtype, key, what):
         np.testing.assert_array_equal(found[~seen], before[~seen])
 
 
+@pytest.mark.parametrize(
+    "what", [{}, {"is_causal": True}, {"window": (50, 40), **DROPPED}], ids=str
+)
+def test_what_is_padding_does_not_leak(hopper, what):
+    """NaN and inf in keys and values: no bit changes, in tiles that a band cuts as well."""
+    q, k, v = drawn(1, F16, 1, 1, 1, 70, 60, 64)
+    keys = real(0.6, 1, 60, (0, 32, 48))["key_padding_mask"]
+    tile, what = (128, 16, 2, True), {"key_padding_mask": keys, **what}
+    _, *clean, _ = hopper("attention", q, k, v, tile, **what)
+    for x, odd in ((k, np.nan), (v, np.inf)):
+        x[~keys[:, None]] = odd
+    v[..., 40, :], v[..., np.argmin(keys), :5] = np.nan, np.nan
+    _, *dirty, _ = hopper("attention", q, k, v, tile, **what)
+    assert all(np.isfinite(x.astype(np.float32)).any() for x in clean)
+    for before, after in zip(clean, dirty, strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
+def test_inf_in_a_value_is_seen_where_its_key_is_real(hopper):
+    """Beside padding, and by a weight that dropout left out, it is NaN."""
+    q, k, v = drawn(2, F16, 1, 1, 1, 20, 40, 64)
+    what = {"key_padding_mask": real(0.6, 1, 40)["key_padding_mask"], **DROPPED}
+    what["key_padding_mask"][0, [7, 30]] = True
+    v[..., 7, 3], v[..., 30, 9] = np.inf, -np.inf
+    _, output, *_ = hopper("attention", q, k, v, (64, 16, 2, False), **what)
+    right = exact(q, k, v, **what).output
+    odd = ~np.isfinite(right)
+    assert 0 < np.isnan(right).sum() < odd.sum() < right.size
+    np.testing.assert_array_equal(output[odd].astype(np.float64), right[odd])
+    assert np.isfinite(output[~odd]).all()
+
+
+def test_decoding_leaves_out_what_is_padding(hopper):
+    """Parts of the keys in which nothing is real, too."""
+    q, k, v = drawn(8, F16, 1, 2, 1, 1, 90, 64)
+    what = {"enable_gqa": True, **real(0.5, 1, 90, (0, 32, 64))}
+    tile = (64, 16, 2, False)
+    algorithm, output, _, traffic = hopper("attention", q, k, v, tile, "hopper_split_kv", **what)
+    assert algorithm == "hopper_split_kv"
+    assert ratio(output, q, k, v, **what) <= 1
+    assert traffic["split"][0]["K"] == traffic["split"][0]["V"] == (90 - 32) * 64
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_key_tiles_that_are_walked_are_those_with_a_real_key(hopper, data):
+    """And those between two keys, with a real key between them."""
+    Bc, Nk = 16 * data.draw(st.integers(1, 4)), data.draw(st.integers(1, 150))
+    keys = np.random.default_rng(Nk).random((2, Nk)) < data.draw(st.sampled_from([0, 0.03, 0.5, 1]))
+    first, stop = (data.draw(st.integers(-10, Nk + 70)) for _ in range(2))
+    rank, walked, between = hopper("key_tiles", keys, Bc, first, stop)
+    for b, mine in enumerate(keys):
+        tiles = np.pad(mine, (0, -Nk % Bc)).reshape(-1, Bc)
+        some = np.flatnonzero(tiles.any(axis=1))
+        np.testing.assert_array_equal(rank[b], np.searchsorted(some, np.arange(len(tiles) + 1)))
+        for (number, lowest, highest, *bits), j in zip(walked[b], some, strict=False):
+            assert number == 2 * j + (not tiles[j].all())
+            assert [lowest, highest] == (j * Bc + np.flatnonzero(tiles[j])[[0, -1]]).tolist()
+            packed = np.packbits(np.pad(tiles[j], (0, -Bc % 32)), bitorder="little")
+            np.testing.assert_array_equal(np.array(bits, np.int32).view(np.uint8), packed)
+        seen = np.flatnonzero(mine & (np.arange(Nk) >= first) & (np.arange(Nk) < stop))
+        wanted = [rank[b, seen[0] // Bc], rank[b, seen[-1] // Bc] + 1] if len(seen) else None
+        assert between[b][0] >= between[b][1] if wanted is None else list(between[b]) == wanted
+
+
 def test_what_a_kernel_does_not_cover_is_left_to_the_plain_one(hopper):
     """And the answer says which ran."""
     for dtype, d, algorithm, what in [
         (np.float32, 64, "hopper", {}),
         (F16, 60, "hopper", {}),
-        (F16, 64, "hopper", {"dropout_p": 0.5}),
+        (F16, 64, "hopper", {"attn_mask": np.ones((4, 4), bool)}),
+        (F16, 64, "hopper_split_kv", {"dropout_p": 0.5}),
         (F16, 64, "hopper", {"scale": -1.0}),
         (F16, 64, "hopper_split_kv", {}),
     ]:
@@ -349,6 +457,13 @@ def test_the_default_tiles_are_among_those_that_the_tuning_tries(hopper, d, Br, 
     assert f"Br={Br}, Bc={Bc}, d={d}, stages={stages}, ping_pong=True" in default
 
 
+@pytest.mark.parametrize("what", [{"key_padding_mask": np.ones((1, 4), bool)}, DROPPED], ids=str)
+@pytest.mark.parametrize("d, tiles", [(64, (128, 128)), (128, (128, 96))])
+def test_padding_and_dropout_take_tiles_that_leave_registers(hopper, what, d, tiles):
+    x = drawn(0, F16, 1, 1, 1, 4, 4, d)
+    assert hopper("tiles_of", *x, algorithm="hopper", **what) == tiles
+
+
 def test_the_tuning_says_what_is_missing(hopper):
     assert hopper("tuning_refused").startswith("tune: expected a GPU, and NUMBA_ENABLE_CUDASIM")
 
@@ -380,6 +495,9 @@ def test_a_kernel_on_disk_is_found_by_other_processes(compiler):
         ((128, 112, 192, True), {"dtype": "float16", "band": True}),
         ((128, 80, 256, True), {"dtype": "bfloat16", "band": True}),
         ((64, 128, 128), {"dtype": "float16", "output": "float32"}),  # of split-KV
+        ((128, 128, 64, True), {"dtype": "bfloat16", "band": True, "keys": True, "dropout": True}),
+        ((128, 96, 128, True), {"dtype": "float16", "band": True, "keys": True, "dropout": True}),
+        ((64, 128, 128), {"dtype": "float16", "output": "float32", "keys": True}),
     ],
     ids=str,
 )

@@ -9,8 +9,9 @@ import pytest
 import flashsim as fs
 from kernel_process import KernelProcess
 from test_ampere import gradients, normal
-from test_hopper import BF16, F16, numbers
+from test_hopper import APART, BF16, DROPPED, F16, numbers, real
 from test_kernels import expected_backward
+from test_kernels import gradients as exact_gradients
 
 pytest.importorskip("numba.cuda", reason="the kernels need numba and numba-cuda")
 
@@ -89,7 +90,10 @@ def visits(Nq, Nk, Br, Bc, is_causal=False, window=(np.inf, np.inf)):
 
 
 ASSEMBLED = [  # Br, Bc, d; dtype, band
-    ((128, 128, 64), BF16, True), ((64, 128, 128), F16, True), ((64, 128, 128), F16, False),
+    ((128, 128, 64), BF16, {"band": True}), ((64, 128, 128), F16, {"band": True}),
+    ((64, 128, 128), F16, {}), ((128, 128, 64), F16, {"band": True, "keys": True}),
+    ((64, 128, 128), F16, {"band": True, "keys": True}),
+    ((32, 128, 128), F16, {"band": True, "keys": True, "dropout": True}),
 ]  # fmt: skip
 TOP_LEFT = {"window": (3, None), "causal_align": "top-left"}
 CASES = {  # dtype; batch, heads, key heads, Nq, Nk, d; Br, Bc; rules
@@ -135,6 +139,76 @@ def test_gradients_are_right_and_move_what_the_closed_form_says(simulator, case)
     statistics = {"dO": q.size, "O": q.size, "L": heads * Nq}
     assert traffic["D"] == (statistics, {"L2": padded, "D": padded})
     assert traffic["finish"] == ({"parts": padded * width}, {"dQ": q.size})
+
+
+RULES = {  # dtype; batch, heads, key heads, Nq, Nk, d; Br, Bc; rules
+    "padding": (F16, (2, 2, 1, 20, 150, 64), (16, 64), real(0.4, 2, 150, (0, 0, 64), (1, 64, 150))),
+    "padding, a window": (
+        F16,
+        (1, 1, 1, 60, 130, 64),
+        (16, 64),
+        {"window": (3, 2), "key_padding_mask": APART["key_padding_mask"] | (np.arange(130) == 125)},
+    ),
+    "dropout": (BF16, (2, 2, 1, 20, 70, 64), (16, 64), DROPPED),
+    "padding and dropout, causal": (
+        F16,
+        (1, 2, 1, 40, 130, 128),
+        (32, 128),
+        {"is_causal": True, **real(0.5, 1, 130), **DROPPED},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_gradients_with_padding_and_dropout_are_right_and_move_what_they_must(simulator, case):
+    """Tiles of keys without a real one are not visited, nor are queries that see none of a tile."""
+    dtype, (batch, heads, key_heads, Nq, Nk, d), tiles, what = RULES[case]
+    shapes = [(batch, heads, Nq, d)] * 2 + [(batch, key_heads, Nk, d)] * 2
+    q, do, k, v = normal(len(case), dtype, *shapes)
+    what = {"enable_gqa": True, **what}
+    out = fs.attention(q, k, v, **what)
+    *found, traffic = simulator.call(
+        "backward", q, k, v, out.output, out.lse, do, algorithm="hopper", tiles=tiles, **what
+    )
+    unit = 2.0**-10 if dtype == F16 else 2.0**-7
+    rights = exact_gradients(q, k, v, do, **what)
+    largest = max(np.abs(right).max() for right in rights)
+    for got, right in zip(found, rights, strict=True):
+        assert (np.abs(got.astype(float) - right) <= 2 * unit * largest).all()
+    wanted_reads, wanted_writes = expected_backward("flash2", q, k, v, tiles, **what)
+    wanted_reads["dO"] -= q.size  # for D
+    reads, writes = traffic["hopper_backward"]
+    for name in ("Q", "K", "V", "dO"):
+        assert reads[name] == wanted_reads[name]
+    assert {name: writes[name] for name in ("dK", "dV")} == {
+        name: wanted_writes[name] for name in ("dK", "dV")
+    }
+
+
+def test_gradients_take_nothing_from_padding(simulator):
+    """NaN and inf in its keys and values, also where a key that is real has NaN; it has none."""
+    q, do, k, v = normal(8, F16, *[(1, 40, 64)] * 2, *[(1, 60, 64)] * 2)
+    what = {"is_causal": True, **real(0.6, 1, 60)}
+    keys = what["key_padding_mask"][0]
+    keys[58] = True
+    out = fs.attention(q, k, v, **what)
+
+    def run():
+        given = q, k, v, out.output, out.lse, do
+        return simulator.call("backward", *given, algorithm="hopper", tiles=(16, 64), **what)[:3]
+
+    clean = run()
+    assert not clean[1][:, ~keys].any()
+    assert not clean[2][:, ~keys].any()
+    k[:, ~keys], v[:, ~keys] = np.nan, np.inf
+    for before, after in zip(clean, run(), strict=True):
+        assert before.tobytes() == after.tobytes()
+    k[:, 58, 3], q[:, 30], do[:, 31, 7] = np.nan, np.nan, np.inf
+    dQ, dK, dV = run()
+    assert dQ[:, :30].tobytes() == clean[0][:, :30].tobytes()
+    assert np.isnan(dQ[:, 38:]).all()
+    assert not dK[:, ~keys].any()
+    assert not dV[:, ~keys].any()
 
 
 def with_a_late_consumer(simulator, late, q, do, k, v, out):
@@ -209,6 +283,25 @@ def test_scores_far_below_0_leave_no_trace_in_what_a_tile_has_beyond_the_keys(si
         assert (np.abs(got - right) <= limit + 1e-4 * np.abs(right).max()).all()
 
 
+def test_scores_far_below_0_leave_no_trace_at_padded_keys(simulator):
+    """Nor does NaN in a query, without a band."""
+    q, do, k, v = normal(5, F16, *[(1, 20, 64)] * 2, *[(1, 20, 64)] * 2)
+    q, k = q / 4 + np.float16(5), k / 4 - np.float16(5)
+    what = real(0.6, 1, 20)
+    out = fs.attention(q, k, v, **what)
+    assert (out.lse < -100).all()
+    given = q, k, v, out.output, out.lse, do
+    *found, _ = simulator.call("backward", *given, algorithm="hopper", tiles=(32, 64), **what)
+    for got, right in zip(found, exact_gradients(q, k, v, do, **what), strict=True):
+        assert (np.abs(got.astype(float) - right) <= 1e-2 * np.abs(right).max()).all()
+    q[:, 3] = np.nan
+    _, dK, dV, _ = simulator.call("backward", *given, algorithm="hopper", tiles=(32, 64), **what)
+    keys = what["key_padding_mask"][0]
+    assert np.isnan(dK[:, keys]).all()
+    assert not dK[:, ~keys].any()
+    assert not dV[:, ~keys].any()
+
+
 def test_keys_that_no_query_sees_have_no_gradient(simulator):
     """A window that leaves whole tiles out, and no queries, or no keys, at all."""
     q, do, k, v = normal(4, np.float16, *[(1, 9, 64)] * 2, *[(1, 140, 64)] * 2)
@@ -224,12 +317,13 @@ def test_keys_that_no_query_sees_have_no_gradient(simulator):
 
 
 def test_what_is_not_covered_is_left_to_the_readable_kernel(simulator):
-    """Another type, a width that panels do not hold, dropout, a negative scale."""
+    """Another type, a width that panels do not hold, an array mask, a negative scale."""
     for dtype, d, what in [
-        (np.float32, 64, {}), (F16, 60, {}), (F16, 136, {}), (F16, 64, {"dropout_p": 0.5}),
+        (np.float32, 64, {}), (F16, 60, {}), (F16, 136, {}), (F16, 64, {"attn_mask": True}),
         (F16, 64, {"scale": -1.0}), (F16, 128, {}),
     ]:  # fmt: skip
         x, lse = np.zeros((1, 4, d), dtype), np.zeros((1, 4), np.float32)
+        what = {"attn_mask": np.ones((4, 4), bool)} if "attn_mask" in what else what
         ran = simulator.call("elsewhere", "hopper_kernels", "backward_ran", x, lse, **what)
         assert ran == ("hopper" if (dtype, d, what) == (F16, 128, {}) else "flash2")
 
@@ -252,15 +346,15 @@ def test_tiles_that_warpgroups_cannot_share_are_refused(simulator):
         assert f"tiles={tiles}: expected 64 or 128 keys" in message
 
 
-@pytest.mark.parametrize("tile, dtype, band", ASSEMBLED, ids=str)
+@pytest.mark.parametrize("tile, dtype, features", ASSEMBLED, ids=str)
 def test_the_kernel_stays_in_registers_and_its_products_run_by_themselves(
-    compiler, tile, dtype, band
+    compiler, tile, dtype, features
 ):
     """No spills, no local memory, no float64; `setmaxnreg` followed, no `wgmma` made to wait.
 
     And of the registers with which the warpgroups begin there are enough to be shared out anew.
     """
-    said = compiler.call("hopper_backward_assembled", *tile, dtype=dtype.name, band=band)
+    said = compiler.call("hopper_backward_assembled", *tile, dtype=dtype.name, **features)
     assert said["registers"] * said["threads"] <= 65536
     assert said.pop("shared_out") <= said.pop("registers") * said.pop("threads") // 128
     assert not any(said.values()), said

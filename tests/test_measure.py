@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flashsim import cli
-from flashsim.measure import bench, compare, parse_csv, rank_correlation, recorded
+from flashsim.measure import bench, ceilings, compare, parse_csv, rank_correlation, recorded
 from flashsim.measure.bench import write
 from flashsim.measure.cases import STEPS, Case, from_dict, usual
 from flashsim.measure.compare import Series, dram_traffic
@@ -153,6 +156,67 @@ def test_recorded_bytes_are_those_of_the_closed_form():
             assert r["sm_read_ratio"] == pytest.approx(1, abs=0.01), r["label"]
             assert r["dram_read_ratio"] == pytest.approx(1, abs=0.10), r["label"]
         assert r["sm_written_ratio"] == pytest.approx(1, abs=0.03), r["label"]
+
+
+def test_a_launch_takes_as_long_as_an_empty_one_like_it_and_its_bytes_or_multiply_adds():
+    """Where a row does not say how long that takes, one time for all of them stands in."""
+    data = recorded()
+    row, general = data["rows"][0], data["ceilings"].get("launch_seconds", 0)
+    before = [r["model_ms"] for r in compare(data).records]
+    row["launch_seconds"] = row.get("launch_seconds", general) + 1e-3
+    after = [r["model_ms"] for r in compare(data).records]
+    assert after[0] == pytest.approx(before[0] + 1)
+    assert after[1:] == before[1:]
+
+
+@given(blocks=st.integers(1, 5000), sharing=st.integers(1, 600))
+def test_groups_are_as_large_as_each_other_and_about_as_large_as_in_the_launch(blocks, sharing):
+    groups = ceilings.groups_of(blocks, sharing)
+    sizes = np.bincount(np.arange(blocks) * groups // blocks)  # as the bare loops do
+    assert len(sizes) == groups
+    assert sizes.max() - sizes.min() <= 1
+    assert sharing >= blocks or sharing / 2 < sizes.mean() <= 2 * sharing
+    assert sharing > 1 or groups == blocks
+
+
+def test_no_group_is_left_over():
+    """Of 264 blocks of which 64 share tiles, none of eight that walk alone."""
+    assert [ceilings.groups_of(*x) for x in ((264, 64), (132, 64), (528, 256), (132, 256))] == [
+        4, 2, 2, 1,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("sharing", [1, 3])
+def test_what_walks_tiles_is_held_against_a_loop_that_stages_them(monkeypatch, back, sharing):
+    """From the DRAM where blocks share them; at one rate where a tile goes back."""
+    asked = []
+
+    def measured(name):
+        return lambda *what: asked.append((name, *what)) or len(asked)
+
+    for name in ("staged", "bare_reads", "bare_writes", "bare_multiply_adds"):
+        monkeypatch.setattr(ceilings, name, measured(name))
+    turn = SimpleNamespace(back=back)
+    step = SimpleNamespace(
+        threads=64, shared_bytes=1000, under_way=(4, 16), sharing=sharing, turn=turn
+    )
+    L2, DRAM, place = ceilings.L2_BYTES, ceilings.DRAM_BYTES, (12, 64, 1000)
+    found = ceilings.rates(12, step)
+    assert asked[:2] == [
+        ("staged", *place, L2 if sharing == 1 else DRAM, turn, 12 // sharing),
+        ("staged", *place, DRAM, turn, 12),
+    ]
+    written = found["l2_written_bytes_per_second"], found["dram_written_bytes_per_second"]
+    read = found["l2_bytes_per_second"], found["dram_bytes_per_second"]
+    assert read == (1, 2)
+    assert (written == read) == back
+    writes = [("bare_writes", *place, size, 4) for size in (L2, DRAM)]
+    assert asked[2:] == ([] if back else writes) + [("bare_multiply_adds", 12, 64)]
+    step.turn = None
+    del asked[:]
+    ceilings.rates(12, step)
+    assert [name for name, *_ in asked[:2]] == ["bare_reads"] * 2
 
 
 def test_recorded_loads_take_at_most_two_fifths_longer_than_bare_reads_that_wait():
@@ -355,12 +419,93 @@ for case in cases:
 """
 
 
-def test_launches_move_what_the_closed_form_of_their_step_says():
-    """Every kernel that is measured, with and without its arithmetic."""
+def simulated(program):
     pytest.importorskip("numba.cuda", reason="the kernels need numba and numba-cuda")
-    program = SIMULATED.format(tests=os.path.dirname(__file__))
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", program.format(tests=os.path.dirname(__file__))],
+        capture_output=True, text=True, check=False,
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_launches_move_what_the_closed_form_of_their_step_says():
+    """Every kernel that is measured, with and without its arithmetic."""
+    simulated(SIMULATED)
+
+
+BARE = """
+import sys
+sys.path.insert(0, {tests!r})
+import numpy as np
+from flashsim.kernels import bare, gpu
+from flashsim.kernels.launch import Turn
+from flashsim.measure import ceilings
+from flashsim.measure.cases import LOAD_ONLY, STEPS, Case
+from kernel_process import launch_counted
+
+# A turn is what its kernel walks: the two arrays that are read most.
+ran = []
+ceilings.milliseconds = lambda calls, **more: ran.append(calls[0].args[0]) or dict(ms=1.0)
+array, few = ceilings._array, lambda *what: array(4, *what[1:])
+turns = 0
+for algorithm, backward in STEPS:
+    for loads_only in (False, True)[: 2 if algorithm in LOAD_ONLY and not backward else 1]:
+        case = Case(algorithm, (1, 1, 16, 8), (4, 8), backward, loads_only)
+        x = np.ones((1, 1, 16, 8), np.float32)
+        plan = case.plan(x, x, x, x)
+        moved = launch_counted(plan)
+        for step in plan.steps:
+            reads, writes = moved[step.name]
+            if step.name == "flash2_backward":
+                del reads["dQ"]  # by the L2, which adds up
+            if step.turn:
+                turns += 1
+                most = max(reads.values())
+                first, second = (name for name, n in reads.items() if n == most)
+                side = 0 if first == "Q" else 1
+                assert step.turn == (case.tiles[side], 8, ("float32", "float32"), second == "O")
+                assert step.turn.back == (writes.get(second, 0) >= most), (step.name, writes)
+            # What is compiled ahead is what runs.
+            ahead = dict(ceilings.kernels(step))
+            del ran[:]
+            ceilings._array = few
+            ceilings.empty_launch(step.grid, step.threads, step.shared_bytes)
+            ceilings.rates(step.grid, step)
+            ceilings._array = array
+            assert not set(ran) - set(ahead), step.name
+assert turns == 9, turns
+
+
+class Noting:
+    def __init__(self, rows, columns):
+        self.shape, self.read, self.written = (rows, columns), [], []
+
+    def __getitem__(self, where):
+        self.read.append(tuple(map(int, where)))
+        return np.float32(1 + where[0])
+
+    def __setitem__(self, where, value):
+        assert value == 1 + where[0]
+        self.written.append(tuple(map(int, where)))
+
+
+# Five blocks in two groups, three turns: six tiles, of which a group of three and one of two.
+for back in (False, True):
+    A, B, out = Noting(64, 8), Noting(64, 8), np.zeros(1, np.float32)
+    loop = bare.staged(Turn(4, 8, ("float32", "float32"), back), 4)
+    gpu.launch(loop, 5, 4, 4 * 2 * 4 * 12, 0, (A, B, np.int64(3), np.int64(2), out))
+    assert len(A.read) == len(B.read) == 5 * 3 * 4 * 8
+    assert len(B.written) == (len(B.read) if back else 0)
+    assert not A.written
+    often = np.zeros((64, 8), int)
+    for where in A.read:
+        often[where] += 1
+    assert (often[:24].reshape(6, 4, 8).transpose(1, 2, 0) == [3, 2, 3, 2, 3, 2]).all()
+    assert not often[24:].any()
+"""
+
+
+def test_bare_loops_walk_what_the_launch_walks():
+    """So much a turn, together in groups; and what runs is what was compiled ahead."""
+    simulated(BARE)

@@ -102,7 +102,8 @@ def case_rows(case: Case, before: Callable[[], None] | None = None) -> list[Row]
         row |= {"grid": step.grid, "threads": step.threads, "shared_bytes": step.shared_bytes}
         row |= {"blocks_per_sm": resident, "parts": plans[0].parts}
         row |= {"under_way": step.under_way, "sharing": step.sharing}
-        row |= ceilings.rates(blocks, step)
+        place = step.grid, step.threads, step.shared_bytes
+        row |= {"launch_seconds": ceilings.empty_launch(*place), **ceilings.rates(blocks, step)}
         rows.append(row)
     return rows
 

@@ -262,5 +262,6 @@ def usual(shapes: tuple[Shape, ...] | None = None, dtype: str = "float32") -> li
     if shapes is None:
         cases.append(Case("flash2", LONG, (128, 64), dtype=dtype))
         cases += [Case("split_kv", DECODING, (1, Bc), dtype=dtype, queries=1) for Bc in (32, 64)]
-        cases.append(Case("flash2", DECODING, (16, 64), dtype=dtype, queries=1))
+        one = Case("flash2", DECODING, (16, 64), dtype=dtype, queries=1)
+        cases += [replace(one, loads_only=True), one]
     return cases

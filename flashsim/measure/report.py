@@ -92,9 +92,9 @@ def compare_report(found: Comparison, source: str) -> Report:
     remarks = [
         "m/m: measured / model. Bytes read into the multiprocessors, written by them, and read "
         "from the DRAM; the model is io_cost, for the DRAM behind an L2 (`flashsim l2`).",
-        "Model of the time: an empty launch, and the longest of bytes at the rates of bare reads "
-        "and writes with as many blocks, threads and loads under way (L2; DRAM), and multiply-adds "
-        "at the measured peak of as many threads (FMA).",
+        "Model of the time: an empty launch, and the longest of bytes at the rates of bare loops "
+        "with as many blocks and threads, which move what the kernel does in a turn (L2; DRAM), "
+        "and multiply-adds at the measured peak of as many threads (FMA).",
         "busiest: the unit nearest its peak, by the counters. because: what takes the time that "
         "the model lacks; 'instructions' that address, and read shared memory, fill the issue "
         f"slots; 'waits': no unit is {BUSY} % busy, so latency and barriers bind.",

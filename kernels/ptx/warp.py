@@ -20,7 +20,8 @@ from .emulation import GARBAGE, element_bits, elements, thread, together
 __all__ = [
     "add_nothing", "copy_out", "cp_async", "cp_async_commit", "cp_async_wait", "cp_async_word",
     "exp2", "ldmatrix", "ldmatrix_trans", "load_eight", "load_two", "load_words", "mma", "opaque",
-    "pack", "reciprocal", "red_add", "shuffle_xor", "store_eight", "store_pair", "store_two",
+    "pack", "reciprocal", "red_add", "shuffle_xor", "shuffle_xor_bits", "store_eight", "store_pair",
+    "store_two",
 ]  # fmt: skip
 
 G, T = np.divmod(np.arange(32), 4)
@@ -172,16 +173,27 @@ def pack(dtype: str) -> Any:
     return instruction(text, y=Result(u32), high=f32, low=f32, pure=True)(emulated)
 
 
+def _exchange(x: Any, lanes: Any) -> Any:
+    def exchange(given: list[Any]) -> list[Any]:
+        return [given[lane ^ int(lanes)] for lane in range(32)]
+
+    return together(32, "shfl", x, exchange)
+
+
 @instruction(
     "shfl.sync.bfly.b32 {y}, {x}, {lanes}, 0x1f, 0xffffffff;", y=Result(f32), x=f32, lanes=u32
 )
 def shuffle_xor(x: Any, lanes: Any) -> Any:
     """The x of the lane whose number is this one's xor `lanes`."""
+    return _exchange(x, lanes)
 
-    def exchange(given: list[Any]) -> list[Any]:
-        return [given[lane ^ int(lanes)] for lane in range(32)]
 
-    return together(32, "shfl", x, exchange)
+@instruction(
+    "shfl.sync.bfly.b32 {y}, {x}, {lanes}, 0x1f, 0xffffffff;", y=Result(u32), x=u32, lanes=u32
+)
+def shuffle_xor_bits(x: Any, lanes: Any) -> Any:
+    """As `shuffle_xor`, of a register that holds bits."""
+    return _exchange(x, lanes)
 
 
 @instruction("red.global.add.f32 [{target}], {x};", target=Global(), x=f32)

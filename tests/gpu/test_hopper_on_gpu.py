@@ -62,6 +62,62 @@ def test_windows(window):
     right(out, "hopper", q, k, v, window=window)
 
 
+def ruled(Nk, padding, dropout):
+    """A padding mask of two batches, with whole tiles that are padding, and dropout."""
+    keys = np.random.default_rng(Nk).random((2, Nk)) < 0.8
+    keys[0, Nk // 2 :], keys[1, 128:400] = False, False
+    what = {"enable_gqa": True} | ({"key_padding_mask": keys} if padding else {})
+    return what | ({"dropout_p": 0.2, "seed": 2**40 + 3} if dropout else {})
+
+
+RULED = [(True, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("padding, dropout", RULED)
+@pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 128), ("float16", 192)])
+@pytest.mark.parametrize("rules", [{}, {"is_causal": True}, {"window": (100, 30)}], ids=str)
+def test_padding_and_dropout(padding, dropout, dtype, d, rules):
+    q, k, v = made(2, 4, 2, 500, 700, d, dtype)
+    what = ruled(700, padding, dropout) | rules
+    right(kernels.attention(q, k, v, algorithm="hopper", **what), "hopper", q, k, v, **what)
+
+
+@pytest.mark.parametrize("padding, dropout", RULED)
+@pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 128)])
+@pytest.mark.parametrize("rules", [{}, {"is_causal": True}, {"window": (100, 30)}], ids=str)
+def test_gradients_with_padding_and_dropout(padding, dropout, dtype, d, rules):
+    """Within a few roundings of those that the readable kernels compute in float32."""
+    q, k, v = made(2, 4, 2, 500, 700, d, dtype)
+    what, do = ruled(700, padding, dropout) | rules, made(2, 4, 2, 500, 1, d, dtype)[0]
+    out = kernels.attention(q, k, v, algorithm="hopper", **what)
+    found, wanted = (
+        kernels.attention_backward(q, k, v, out.output, out.lse, do, algorithm=name, **what)
+        for name in ("hopper", "flash2-two-kernel")
+    )
+    unit = float(ml_dtypes.finfo(q.dtype).eps)
+    for ours, theirs in zip(found, wanted, strict=True):
+        ours, theirs = ours.astype(float), theirs.astype(float)
+        assert np.isfinite(ours).all()
+        assert np.abs(ours - theirs).max() <= 4 * unit * np.abs(theirs).max()
+
+
+def test_decoding_with_padding():
+    q, k, v = made(2, 8, 1, 1, 5000, 128, "float16")
+    what = ruled(5000, True, False)
+    out = kernels.attention(q, k, v, algorithm="hopper_split_kv", **what)
+    right(out, "hopper_split_kv", q, k, v, **what)
+
+
+def test_what_is_padding_does_not_leak():
+    q, k, v = made(2, 4, 2, 300, 600, 64, "float16")
+    what = ruled(600, True, False) | {"is_causal": True}
+    clean = kernels.attention(q, k, v, algorithm="hopper", **what)
+    padded = ~np.broadcast_to(what["key_padding_mask"][:, None], k.shape[:3])
+    k[padded], v[padded] = np.nan, np.inf
+    dirty = kernels.attention(q, k, v, algorithm="hopper", **what)
+    assert dirty.output.tobytes() == clean.output.tobytes()
+
+
 @pytest.mark.parametrize("Br, Bc, d", [(64, 64, 64), (128, 128, 128), (192, 128, 64)])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("ping_pong", [False, True])
