@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from . import warp_tiles
+from . import padding, warp_tiles
 from .gpu import cuda, float32, int32, kernel, log, types, uint32
 from .masks import LOG2E, Features
 from .ptx import warp
-from .warp_tiles import WarpTile, edges, row_max, row_sum
+from .warp_tiles import WarpTile, afresh, edges, row_max, row_sum
 
 
 def arrangement(tile: WarpTile) -> dict[str, int]:
@@ -37,15 +37,15 @@ def flash_attention_2(tile: WarpTile, f: Features) -> Any:
 
     Q (batch, heads, Nq, d), K and V (batch, key heads, Nk, d), 16-bit; writes O like Q, and the
     logsumexp L (batch, heads, Nq). m is the largest score before it is scaled, so scale > 0;
-    weights are kept in base 2: exp(s) = exp2(s log2(e)).
+    weights are kept in base 2: exp(s) = exp2(s log2(e)). A tile without a real key is passed over.
     """
     Br, Bc, d, threads, rows = tile.Br, tile.Bc, tile.d, tile.threads, tile.rows
     at = arrangement(tile)
     sQ, sK, sV, stage_size = at["Qi"], at["Kj"], at["Vj"], Bc * d
     C, D, R2 = Bc // 8, d // 8, rows // 8  # columns of 8 of S and of O, and rows of a lane
-    resident = d == 64  # Q_i stays in registers; for larger d there is no room
-    K16 = d // 16
-    banded, ln2 = f.band, 1 / LOG2E
+    resident = d == 64 and not f.dropout  # Q_i stays in registers; for more there is no room
+    K16, words, kept_words = d // 16, -(-Bc // 32), warp_tiles.kept_words(Bc, rows)
+    banded, padded, dropout, ln2 = f.band, f.keys, f.dropout, 1 / LOG2E
     NQ, NS, NO = (d if resident else 16) * rows // 64, rows * Bc // 32, rows * d // 32
     load_Q, load_KV = warp_tiles.stage(Br, d, threads), warp_tiles.stage(Bc, d, threads)
     load_rows = warp_tiles.load_rows(rows, d)
@@ -53,7 +53,10 @@ def flash_attention_2(tile: WarpTile, f: Features) -> Any:
     PV = warp_tiles.rows_by_columns(rows, Bc, d, f.dtype)
     not_finite = warp_tiles.not_finite(Bc, d, threads, f.dtype)
     clear = warp_tiles.clear_not_finite(Bc, d, threads, f.dtype)
-    add_not_finite = warp_tiles.add_not_finite(rows, Bc, d, f.dtype)
+    add_not_finite = warp_tiles.add_not_finite(rows, Bc, d, f.dtype, dropout)
+    find_next, all_real = padding.next_real(Bc), padding.all_real(Bc)
+    clear_padding = warp_tiles.clear_padding(Bc, d, threads)
+    draw, drop = warp_tiles.kept(Bc, rows), warp_tiles.drop(Bc, rows)
     put, store_O = warp_tiles.put(rows, d, d, f.dtype), warp_tiles.unstage(Br, d, threads)
     commit, wait_all_but_one = warp.cp_async_commit, warp.cp_async_wait(1)
     exp2, reciprocal = warp.exp2, warp.reciprocal
@@ -76,6 +79,9 @@ def flash_attention_2(tile: WarpTile, f: Features) -> Any:
         Oi = cuda.local.array(NO, float32)
         li = cuda.local.array(R2, float32)  # of this lane's columns; added up at the end
         mi = cuda.local.array(R2, float32)
+        kept = cuda.local.array(kept_words, uint32)
+        real = cuda.local.array(words, uint32)  # a bit for each key of K_j
+        next_real = cuda.local.array(words, uint32)
         for n in range(NO):
             Oi[n] = float32(0)
         for r in range(R2):
@@ -85,6 +91,8 @@ def flash_attention_2(tile: WarpTile, f: Features) -> Any:
         if banded:
             j_stop = min(Nk, min(i0 + Br, Nq) + hi)
             j_first = max(0, i0 + lo) // Bc * Bc if i0 + lo < j_stop else j_stop
+        if padded:
+            j_first = find_next(keys, b, j_first, i0 + lo, j_stop, next_real, lane)
 
         load_Q(Q[b, h], i0, Nq, sm, sQ, tid)  # load Q_i, K_j
         if j_first < j_stop:
@@ -99,25 +107,40 @@ def flash_attention_2(tile: WarpTile, f: Features) -> Any:
             for k in range(K16):
                 load_rows(sm, sQ, first, k, Qi, k * (rows // 4), lane)
 
-        stage = uint32(0)
+        stage, j_next = uint32(0), j_first
         for j0 in range(j_first, j_stop, Bc):
+            if padded and j0 < j_next:
+                continue  # no key is real
             now, later = uint32(stage * stage_size), uint32(uint32(stage ^ 1) * stage_size)
-            if j0 + Bc < j_stop:
-                load_KV(Kh, j0 + Bc, Nk, sm, uint32(sK + later), tid)  # load K_(j+1), under S and P
+            j_next = j0 + Bc
+            if padded:
+                for w in range(words):
+                    real[w] = next_real[w]
+                j_next = find_next(keys, b, j_next, i0 + lo, j_stop, next_real, lane)
+            if j_next < j_stop:
+                load_KV(Kh, j_next, Nk, sm, uint32(sK + later), tid)  # load K_(j+1), under S and P
             commit()
+            if dropout:
+                draw(kept, afresh(seed), threshold, b, h, i0 + int32(first + g), int32(j0))
             for n in range(NS):
                 Sij[n] = float32(0)
             QKt(sm, sQ, first, uint32(sK + now), Qi, Sij, lane)  # S = QKᵀ
 
             low, high, end = edges(i0, j0, Nk, lo, hi)
             whole = end >= Bc and (not banded or (low <= 1 - Br and high >= Bc - 1))
+            if padded:
+                whole = whole and all_real(real)
             if not whole:
                 for r in range(R2):
                     for n in range(C):
                         for u in range(2):
                             col = int32(8 * n + 2 * t + u)
                             apart = col - int32(first + 8 * r + g)
-                            if col >= end or (banded and (apart < low or apart > high)):
+                            if (
+                                col >= end
+                                or (banded and (apart < low or apart > high))
+                                or (padded and real[n // 4] >> uint32(col % 32) & 1 == 0)
+                            ):
                                 e = 4 * (r // 2 * C + n) + 2 * (r % 2) + u
                                 Sij[e] = -float32(float("inf"))
 
@@ -141,19 +164,23 @@ def flash_attention_2(tile: WarpTile, f: Features) -> Any:
                     e = 4 * (r // 2 * D + n) + 2 * (r % 2)
                     Oi[e] *= alpha
                     Oi[e + 1] *= alpha
+            if dropout:
+                drop(Sij, kept, float32(1))
 
             wait_all_but_one()  # V_j is there
+            if padded and not whole:
+                clear_padding(sm, uint32(sV + now), keys, b, j0, tid)
             if banded and not whole:
                 found = not_finite(sm, uint32(sV + now), tid)
                 if cuda.syncthreads_or(1 if found else 0):  # a masked weight takes nothing from V
-                    add_not_finite(sm, uint32(sV + now), Oi, lane, first, low, high)
+                    add_not_finite(sm, uint32(sV + now), Oi, lane, first, low, high, kept)
                     cuda.syncthreads()
                     clear(sm, uint32(sV + now), tid)
                     cuda.syncthreads()
             else:
                 cuda.syncthreads()
-            if j0 + Bc < j_stop:
-                load_KV(Vh, j0 + Bc, Nk, sm, uint32(sV + later), tid)  # load V_(j+1), under O
+            if j_next < j_stop:
+                load_KV(Vh, j_next, Nk, sm, uint32(sV + later), tid)  # load V_(j+1), under O
             commit()
             PV(sm, Sij, uint32(sV + now), Oi, lane)  # O += PV
             wait_all_but_one()  # K_(j+1) is there
@@ -163,6 +190,8 @@ def flash_attention_2(tile: WarpTile, f: Features) -> Any:
         for r in range(R2):
             l = row_sum(li[r])
             over = reciprocal(l) if l != float32(0) else float32(0)
+            if dropout:
+                over *= factor  # not P, which may be too large for float16 then
             for n in range(D):
                 e = 4 * (r // 2 * D + n) + 2 * (r % 2)
                 Oi[e] *= over

@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from . import warp_tiles
+from . import padding, warp_tiles
 from .gpu import cuda, device, float32, int32, kernel, types, uint32
 from .masks import LOG2E, Features
 from .ptx import warp
-from .warp_tiles import WarpTile, edges
+from .warp_tiles import WarpTile, afresh, edges
 
 
 def tile_for(
@@ -30,12 +30,13 @@ def arrangement(tile: WarpTile) -> dict[str, int]:
     """Where in shared memory the tiles lie, in 16-bit elements, and how many bytes that takes.
 
     Of Q, dO, L and D there are two: one is worked on while the next arrives. L and D are float32.
+    Of padding `real` has what `padding.find_real` says.
     """
     keys, queries, scores = tile.Br * tile.d, tile.Bc * tile.d, tile.Br * tile.Bc
     at, place = {}, 0
     for name, size in (
         ("Kj", keys), ("Vj", keys), ("Qi", 2 * queries), ("dOi", 2 * queries), ("dS", scores),
-        ("Li", 4 * tile.Bc), ("Di", 4 * tile.Bc),
+        ("Li", 4 * tile.Bc), ("Di", 4 * tile.Bc), ("real", tile.Br),
     ):  # fmt: skip
         at[name], place = place, place + size
     return at | {"bytes": 2 * place}
@@ -73,7 +74,7 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
     Q, dO (batch, heads, Nq, d), K, V (batch, key heads, Nk, d), 16-bit; L, D (batch, heads, Nq);
     writes dK, dV like K, and adds to dQ (batch, heads, Nq, d) in float32, in an order that is left
     open. `tile` has keys as rows. The query heads that share a key head come one after the other,
-    while K_j and V_j stay.
+    while K_j and V_j stay. Queries that see no real key of the tile are passed over.
     """
     Bk, Bq, d, threads, rows = tile.Br, tile.Bc, tile.d, tile.threads, tile.rows
     at = arrangement(tile)
@@ -81,10 +82,12 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
     sL, sD, stage_size = at["Li"] // 2, at["Di"] // 2, Bq * d
     groups = min(tile.warps, Bq // 16)  # of warps that have other rows of dQ_i
     q_rows, q_columns = Bq // groups, d * groups // tile.warps
-    W = 64 if d == 64 else 32  # queries at a time: for more scores there is no room in registers
+    # Queries at a time: for more scores there is no room in registers.
+    W = 64 if d == 64 else 16 if f.keys or f.dropout else 32
     R2, C, QR2, QC = rows // 8, W // 8, q_rows // 8, q_columns // 8
     NA, NS, NG, NQ = rows // 4, rows * W // 32, rows * d // 32, q_rows * q_columns // 32
-    banded, log2e, ln2 = f.band, LOG2E, 1 / LOG2E
+    kept_words, sR = warp_tiles.kept_words(W, rows), at["real"]
+    banded, padded, dropout, log2e, ln2 = f.band, f.keys, f.dropout, LOG2E, 1 / LOG2E
     load_KV, load_QdO = warp_tiles.stage(Bk, d, threads), load_queries(tile)
     product = warp_tiles.rows_by_rows(rows, W, d, f.dtype)
     accumulate = warp_tiles.rows_by_columns(rows, W, d, f.dtype)
@@ -94,10 +97,25 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
     bad_keys = warp_tiles.not_finite(Bk, d, threads, f.dtype)
     bad_queries = warp_tiles.not_finite(Bq, d, threads, f.dtype)
     clear = warp_tiles.clear_not_finite(W, d, threads, f.dtype)
-    add_not_finite = warp_tiles.add_not_finite(rows, W, d, f.dtype)
+    add_not_finite = warp_tiles.add_not_finite(rows, W, d, f.dtype, dropout)
+    find_real, next_seeing = padding.find_real(Bk, threads), padding.next_seeing(Bq, Bk)
+    clear_padding = warp_tiles.clear_padding(Bk, d, threads)
+    draw, drop = warp_tiles.kept_transposed(W, rows), warp_tiles.drop(W, rows)
     store = warp_tiles.unstage(Bk, d, threads)
     commit, wait_for_all = warp.cp_async_commit, warp.cp_async_wait(0)
     exp2, red_add = warp.exp2, warp.red_add
+
+    @device
+    def columns_of(Nk, H):
+        """(key tile, key head, batch) of the block, afresh: kept, they would take registers."""
+        block, Tc = warp.opaque(uint32(cuda.blockIdx.x)), uint32((Nk + Bk - 1) // Bk)
+        return block % Tc, int32(block // Tc % uint32(H)), int32(block // Tc // uint32(H))
+
+    @device
+    def part_of_dQ(tid):
+        """(first row, first column) of a warp's part of dQ_i, afresh."""
+        w = uint32(warp.opaque(tid) >> 5)
+        return uint32(q_rows * (w % groups)), uint32(q_columns * (w // groups))
 
     @kernel(threads)
     def ampere_backward(
@@ -109,17 +127,16 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
         tid = uint32(cuda.threadIdx.x)
         lane, w = uint32(tid & 31), uint32(tid >> 5)
         g, t, first = uint32(lane >> 2), uint32(lane & 3), uint32(rows * w)
-        q_first, q_column = uint32(q_rows * (w % groups)), uint32(q_columns * (w // groups))
         H, Nq, Nk = K.shape[1], Q.shape[2], K.shape[2]
-        Tc, block = uint32((Nk + Bk - 1) // Bk), uint32(cuda.blockIdx.x)
-        j0 = int32(block % Tc * Bk)  # line 5; causal: the longest columns first
-        kh, b = int32(block // Tc % uint32(H)), int32(block // Tc // uint32(H))
+        j, kh, b = columns_of(Nk, H)
+        j0 = int32(j * Bk)  # line 5; causal: the longest columns first
         A = cuda.local.array(NA, uint32)
         Pji = cuda.local.array(NS, float32)
         dSji = cuda.local.array(NS, float32)
         dKj = cuda.local.array(NG, float32)
         dVj = cuda.local.array(NG, float32)
         dQi = cuda.local.array(NQ, float32)
+        kept = cuda.local.array(kept_words, uint32)
         for n in range(NG):  # line 7
             dKj[n] = float32(0)
             dVj[n] = float32(0)
@@ -128,6 +145,14 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
             i_stop = int32(min(Nq, min(j0 + Bk, Nk) - lo))
             i_first = int32(max(0, j0 - hi) // Bq * Bq if j0 - hi < i_stop else i_stop)
         turns = int32(group * ((i_stop - i_first + Bq - 1) // Bq) if i_first < i_stop else 0)
+        full = True  # all keys of the tile are real
+        if padded:
+            full = cuda.syncthreads_and(1 if find_real(keys, b, j0, sm, sR, tid) else 0) != 0
+            i_first = next_seeing(sm, sR, i_first, i_stop, Nq, lo, hi, j0)
+            i, turns = i_first, int32(0)
+            while i < i_stop:
+                i = next_seeing(sm, sR, int32(i + Bq), i_stop, Nq, lo, hi, j0)
+                turns += group
 
         load_KV(K[b, kh], j0, Nk, sm, sK, tid)  # line 6: load K_j, V_j
         load_KV(V[b, kh], j0, Nk, sm, sV, tid)
@@ -135,6 +160,9 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
         if turns > 0:
             load_QdO(Q, dO, L, D, b, h, i0, sm, floats, uint32(0), tid)
         commit()
+        if padded and not full:
+            wait_for_all()
+            clear_padding(sm, sK, keys, b, j0, tid)
         bad_K = False
         if banded:
             wait_for_all()
@@ -146,6 +174,8 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
             Li, Di = uint32(sL + stage * Bq), uint32(sD + stage * Bq)
             low, high, end = edges(i0, j0, Nk, lo, hi)
             whole = end >= Bk and (not banded or (low <= 1 - Bq and high >= Bk - 1))
+            if padded:
+                whole = whole and full
             wait_for_all()  # Q_i, dO_i, L_i and D_i are there
             bad = False
             if banded and not whole:
@@ -155,6 +185,8 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
                 cuda.syncthreads()
             head, top = h, i0
             i0 = int32(i0 + Bq)
+            if padded:
+                i0 = next_seeing(sm, sR, i0, i_stop, Nq, lo, hi, j0)
             if i0 >= i_stop:
                 h, i0 = int32(h + 1), i_first
             if turn + 1 < turns:  # line 9: load the next
@@ -163,11 +195,15 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
 
             for q0 in range(0, Bq, W):
                 Qw, dOw = uint32(Qi + q0 * d), uint32(dOi + q0 * d)
+                if dropout:
+                    draw(kept, afresh(seed), threshold, b, head, j0 + int32(first + g), top + q0)
                 for n in range(NS):
                     Pji[n] = float32(0)
                     dSji[n] = float32(0)
                 product(sm, sK, first, Qw, A, Pji, lane)  # line 10: S = QKᵀ
                 product(sm, sV, first, dOw, A, dSji, lane)  # line 13: dP = dO Vᵀ
+                if dropout:
+                    drop(dSji, kept, factor)
                 for n in range(C):
                     for u in range(2):
                         query = uint32(q0 + 8 * n + 2 * t + u)
@@ -179,11 +215,17 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
                             if not whole:
                                 key = int32(first + 8 * r + g)
                                 apart = key - int32(query)
-                                if key >= end or (banded and (apart < low or apart > high)):
+                                if (
+                                    key >= end
+                                    or (banded and (apart < low or apart > high))
+                                    or (padded and sm[sR + key] != key)
+                                ):
                                     p, ds = float32(0), float32(0)
                             Pji[e], dSji[e] = p, ds
+                if dropout:
+                    drop(Pji, kept, float32(1))
                 if banded and bad:  # a masked weight takes nothing from dO and Q
-                    add_not_finite(sm, dOw, dVj, lane, first, -high - q0, -low - q0)
+                    add_not_finite(sm, dOw, dVj, lane, first, -high - q0, -low - q0, kept)
                     cuda.syncthreads()
                     clear(sm, dOw, tid)
                     clear(sm, Qw, tid)
@@ -194,6 +236,8 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
             cuda.syncthreads()
             for n in range(NQ):
                 dQi[n] = float32(0)
+            _, _, b = columns_of(Nk, H)
+            q_first, q_column = part_of_dQ(tid)
             if banded and bad_K and not whole:  # nor from K; where it is seen, dS is NaN by itself
                 dS_finite_K(sm, sdS, sK, q_first, q_column, dQi, lane)
             else:
@@ -209,11 +253,17 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
 
         for n in range(NG):
             dKj[n] *= scale * float32(ln2)
+            if dropout:
+                dVj[n] *= factor  # not P, see ampere
+        _, kh, b = columns_of(Nk, H)
         wait_for_all()  # there may have been no turn
         cuda.syncthreads()
         put(sm, sK, first, 0, dKj, lane)
         put(sm, sV, first, 0, dVj, lane)
         cuda.syncthreads()
+        if padded and not full:  # not even NaN of a query is left
+            clear_padding(sm, sK, keys, b, j0, tid)
+            clear_padding(sm, sV, keys, b, j0, tid)
         store(dK[b, kh], j0, Nk, sm, sK, tid)  # line 18
         store(dV[b, kh], j0, Nk, sm, sV, tid)
 

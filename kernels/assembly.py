@@ -66,7 +66,7 @@ def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, An
     L, R, i = types.Array(types.float32, 3, "C"), masks.rule_types(f), types.int64
     back = name in BACKWARD
     row = launch.BACKWARD[BACKWARD[name]] if back else launch.KERNELS[FORWARD[name]]
-    tile = row.tile(*launch.default_tiles(row, d, ROOM), d, results=row.results)
+    tile = row.tile(*launch.default_tiles(row, d, ROOM, f=f), d, results=row.results)
     rows, partial = gpu.ROW_THREADS, dataclasses.replace(f, output="float32")
     make, signature = {
         "flash2": (lambda: flash2.flash_attention_2(tile, f), (A, A, A, A, L, i, *R)),

@@ -45,7 +45,8 @@ def row_dots(rows: int, d: int, threads: int, dtype: str) -> Any:
     """D = rowsum(dO ∘ O), a block for each group of rows. Line 4 of Algorithm 2 of Dao 2023.
 
     dO, O (batch, heads, Nq, d); writes D (batch, heads, Nq). The lanes of a row add up each their
-    part, and then the sums of each other.
+    part, and then the sums of each other. The block's sums are put side by side on chip, so that
+    they leave in whole sectors: rows floats of shared memory.
     """
     together, to_float = lanes(d), widen(dtype)
     fours = dtype == "float32" and d % 4 == 0 and d <= 128  # then a lane has one load of a row
@@ -61,14 +62,15 @@ def row_dots(rows: int, d: int, threads: int, dtype: str) -> Any:
                 x[k], x[k + 1], x[k + 2], x[k + 3] = load_four(A, uint32(i + r * at_once), c)
 
     @device
-    def write(Dh, i, last, lane, total):
+    def put(sums, r, stop, lane, total):
         for apart in halvings:
             total += shuffle_xor(total, uint32(apart))
-        if lane == 0 and i < last:
-            Dh[i] = total
+        if lane == 0 and r < stop:
+            sums[r] = total
 
     @kernel(threads)
     def backward_D(dO, O, D):
+        sums = cuda.shared.array(0, float32)
         tid = uint32(cuda.threadIdx.x)
         H, Nq = uint32(O.shape[1]), int32(O.shape[2])
         Tr, block = uint32(uint32(Nq + (rows - 1)) // uint32(rows)), uint32(cuda.blockIdx.x)
@@ -89,7 +91,7 @@ def row_dots(rows: int, d: int, threads: int, dtype: str) -> Any:
                     total = (x[k] * y[k] + x[k + 1] * y[k + 1]) + (
                         x[k + 2] * y[k + 2] + x[k + 3] * y[k + 3]
                     )
-                    write(Dh, i + r * at_once, last, lane, total)
+                    put(sums, int32(i - i0 + r * at_once), last - i0, lane, total)
         else:
             for first in range(i0, last, at_once):
                 i, total = int32(first + mine), float32(0)
@@ -98,7 +100,10 @@ def row_dots(rows: int, d: int, threads: int, dtype: str) -> Any:
                     if i < last and c < d:
                         x1 = to_float(load(Oh, uint32(i), c))
                         total += x1 * to_float(load(dOh, uint32(i), c))
-                write(Dh, i, last, lane, total)
+                put(sums, int32(i - i0), last - i0, lane, total)
+        cuda.syncthreads()
+        for r in range(int32(tid), int32(last - i0), threads):
+            Dh[i0 + r] = sums[r]
 
     return backward_D
 

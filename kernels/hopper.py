@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from . import padding, warpgroup_tiles
+from . import padding, warp_tiles, warpgroup_tiles
 from .gpu import cuda, device, float32, int32, kernel, log, types, uint32
 from .masks import LOG2E, Features
 from .ptx.mbarrier import (
@@ -134,8 +134,10 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     turns, written, cleared, looked = 1, 1 + consumers, 1 + 2 * consumers, 2 + 2 * consumers
     pair, computing, looking = 2 * WARPGROUP, consumers * WARPGROUP, WARPGROUP - 32  # threads
     padded, dropout, masked = f.keys, f.dropout, f.band or f.keys
+    # Whether inner tiles have steps of their own: at d = 128 it is slower without a band.
+    apart = not padded and (d == PANEL or (banded and d <= 128))
     key_words = tile.key_words
-    slots_at, kept_words = words_at + 12 * WORDS + 4 * stages, warpgroup_tiles.kept_words(Bc)
+    slots_at, kept_words = words_at + 12 * WORDS + 4 * stages, warp_tiles.kept_words(Bc)
     lookers, ahead = 1 if masked else 0, places > 1  # ahead: Q_i is loaded before O_(i-1) has left
 
     few, many = tile.registers_with_padding if f.keys else tile.registers
@@ -154,7 +156,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     store_wide = warpgroup_tiles.store_wide(d)
     mask_padding = warpgroup_tiles.mask_padding(Bc)
     clear_padding = warpgroup_tiles.clear_padding(Bc, d, looking)
-    kept, rounded_kept = warpgroup_tiles.kept(Bc), warpgroup_tiles.rounded_kept(Bc, f.dtype)
+    kept, rounded_kept = warp_tiles.kept(Bc), warpgroup_tiles.rounded_kept(Bc, f.dtype)
     tiles_between = padding.tiles_between(Bc, padded)
 
     @device
@@ -516,6 +518,88 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     weigh = rounded_and_kept if dropout else rounded_all
 
     @device
+    def as_it_is(q):
+        return q
+
+    # The descriptors of Q's columns, kept from tile to tile, would take registers that are needed.
+    once_more = opaque if padded or d > 128 else as_it_is
+
+    def step(careful):
+        """Of the walk over key tiles: for any tile, or for one that is inner, as that before is.
+
+        A loop that may mask, or change O, would cost every tile time, also where it does neither.
+        """
+
+        @device
+        def step_of_walk(held, given, n, j0):
+            """S of the n-th tile, O of the one before; j0: its first key, and of the n-th after."""
+            S, P, O, m, l, alpha, keep = held
+            q, sm, words, base, rules, last, turn, i0, r0, Nk, lo, hi, scale = given[:13]
+            warpgroup, leader, tid = given[13:]
+            if careful and border(i0, j0, lo, hi):
+                set_aside(sm, words, base, n - 1, O, r0 - j0, lo, hi)
+            wait_until_full(base, full_K, n)
+            take_turn(warpgroup)
+            start_S(S, descriptor(once_more(q), 0), descriptor(tile_at(base, K_at, n), 0))
+            wait_until_cleared(sm, words, base, n - 1)
+            wait_until_full(base, full_V, n - 1)
+            Vj = descriptor(tile_at(base, V_at, n - 1), KV_panel)
+            start_O(O, P, Vj)  # O += PV, one behind
+            give_turn(warpgroup, n + 1 < last)
+            next_key = first_key(sm, words, base, n, int32(j0 + Bc))
+            choose(keep, sm, words, base, turn, rules, warpgroup, next_key)
+            all_but_one()
+            have_S(S, 0)
+            if leader:
+                mbarrier_arrive(bar(base, empty_K, n))
+            j0 = first_key(sm, words, base, n, int32(j0 + Bc))
+            if careful:
+                mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi)
+            softmax(S, m, l, alpha, scale)  # while O is under way
+            all_products()
+            have_O(O, 0)
+            if leader:
+                mbarrier_arrive(bar(base, empty_V, n - 1))
+            weigh(S, P, keep, rules)
+            rescale(O, alpha)
+            return j0
+
+        return step_of_walk
+
+    careful_step, inner_step = step(True), step(False)
+
+    @device
+    def inner_after(i0, j0, Nk, lo, hi):
+        """How many tiles after one are inner, as it is: the block's rows see every key of them."""
+        count = int32(0)
+        if not before_band(i0, Br, j0, lo):
+            seen = min(int32(Nk), int32(i0 + hi + 1))
+            count = max(count, int32(int32(seen - j0) // Bc - 1))
+        return count
+
+    @device
+    def walk_with_care(held, given, n, n_stop, j0):
+        """From the n-th tile on; j0: the first key of the one before, and then of the last."""
+        for c in range(n, n_stop):
+            j0 = careful_step(held, given, c, j0)
+        return j0
+
+    @device
+    def walk_inner_apart(held, given, n, n_stop, j0):
+        i0, Nk, lo, hi = given[7], given[9], given[10], given[11]
+        while n < n_stop:
+            inner_stop = min(n_stop, int32(n + inner_after(i0, j0, Nk, lo, hi)))
+            while n < inner_stop:
+                j0 = inner_step(held, given, n, j0)
+                n += int32(1)
+            if n < n_stop:
+                j0 = careful_step(held, given, n, j0)
+                n += int32(1)
+        return j0
+
+    walk = walk_inner_apart if apart else walk_with_care
+
+    @device
     def write(O, Oi, sm, base, turn, warpgroup, leader, within, r0, h, b):
         """O_i leaves in whole rows, from where Q_i was."""
         sO = uint32(Q_at(base, turn) + uint32(warpgroup * box))
@@ -618,7 +702,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                 i0 = int32(words[told])
                 r0, j0, last = i0, int32(0), before
                 n_first, n_stop = before, before  # from here to there the warpgroup sees something
-                q = descriptor(uint32(Q_at(base, turn) + warpgroup * uint32(box)), 0)
+                q = uint32(Q_at(base, turn) + warpgroup * uint32(box))  # where the warpgroup's Q is
                 if i0 != NONE:
                     j_first, j_stop = words[told + 3], words[told + 4]
                     r0 = int32(i0 + warpgroup * ROWS)  # the warpgroup's first row
@@ -642,7 +726,8 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                     j0 = first_key(sm, words, base, n_first, j0)
                     if n_first > before:
                         take_turn(warpgroup)
-                    start_S(S, q, descriptor(tile_at(base, K_at, n_first), 0))  # S = QKᵀ
+                    Kj = descriptor(tile_at(base, K_at, n_first), 0)
+                    start_S(S, descriptor(q, 0), Kj)  # S = QKᵀ
                     if n_first > before:
                         give_turn(warpgroup, n_first + 1 < last)
                     if ahead and turn > 0:
@@ -658,32 +743,12 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                     weigh(S, P, keep, rules)
                     if ahead and turn > 0 and leader:
                         let_go(base, turn - 1)
-                    for n in range(int32(n_first + 1), int32(n_stop)):
-                        if border(i0, j0, lo, hi):
-                            set_aside(sm, words, base, n - 1, Oi, r0 - j0, lo, hi)
-                        wait_until_full(base, full_K, n)
-                        take_turn(warpgroup)
-                        start_S(S, q, descriptor(tile_at(base, K_at, n), 0))
-                        wait_until_cleared(sm, words, base, n - 1)
-                        wait_until_full(base, full_V, n - 1)
-                        Vj = descriptor(tile_at(base, V_at, n - 1), KV_panel)
-                        start_O(Oi, P, Vj)  # O += PV, one behind
-                        give_turn(warpgroup, n + 1 < last)
-                        next_key = first_key(sm, words, base, n, int32(j0 + Bc))
-                        choose(keep, sm, words, base, turn, rules, warpgroup, next_key)
-                        all_but_one()
-                        have_S(S, 0)
-                        if leader:
-                            mbarrier_arrive(bar(base, empty_K, n))
-                        j0 = first_key(sm, words, base, n, int32(j0 + Bc))
-                        mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi)
-                        softmax(S, m, l, alpha, scale)  # while O is under way
-                        all_products()
-                        have_O(Oi, 0)
-                        if leader:
-                            mbarrier_arrive(bar(base, empty_V, n - 1))
-                        weigh(S, P, keep, rules)
-                        rescale(Oi, alpha)
+                    held = S, P, Oi, m, l, alpha, keep
+                    given = (
+                        q, sm, words, base, rules, last, turn, i0, r0, Nk, lo, hi, scale,
+                        warpgroup, leader, tid,
+                    )  # fmt: skip
+                    j0 = walk(held, given, int32(n_first + 1), int32(n_stop), j0)
                     if border(i0, j0, lo, hi):
                         set_aside(sm, words, base, n_stop - 1, Oi, r0 - j0, lo, hi)
                     wait_until_cleared(sm, words, base, n_stop - 1)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import padding, warpgroup_tiles
+from . import padding, warp_tiles, warpgroup_tiles
 from .gpu import cuda, device, float32, int32, kernel, load_four, types, uint32, widen
 from .hopper import rule_types
 from .masks import LOG2E, Features
@@ -311,8 +311,8 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
     clear = warpgroup_tiles.clear_not_finite(Br, d, computing, f.dtype)
     clear_padding = warpgroup_tiles.clear_padding(Bc, d, computing)
     clear_rows_dS, clear_rows = warpgroup_tiles.clear_rows(Br), warpgroup_tiles.clear_rows(d)
-    kept_words, kept = warpgroup_tiles.kept_words(Br), warpgroup_tiles.kept_transposed(Br)
-    drop, rounded_kept = warpgroup_tiles.drop(Br), warpgroup_tiles.rounded_kept(Br, f.dtype)
+    kept_words, kept = warp_tiles.kept_words(Br), warp_tiles.kept_transposed(Br)
+    drop, rounded_kept = warp_tiles.drop(Br), warpgroup_tiles.rounded_kept(Br, f.dtype)
 
     some_real = padding.real_in(Bc)
 

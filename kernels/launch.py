@@ -325,7 +325,7 @@ def default_tiles(
     Where queries are few, no more rows than there are: each takes time in shared memory. f: what
     the kernel is to be compiled for, if that matters.
     """
-    some = row.tiles_for(d, f or Features())
+    some = row.others(d, f or Features()) or row.tiles
     fitting = (tiles for tiles in some if row.shared_bytes(*tiles, d) <= limit)
     Br, Bc = next(fitting, some[-1])
     return (max(1, min(Br, Nq)) if row.few and Nq is not None else Br), Bc
@@ -521,17 +521,15 @@ def _tensor_cores(p: Problem, *others: Operand) -> bool:
 
     others: what a backward pass loads besides q, k and v: the output and its gradient.
     """
-    fits = p.d in (64, 128) and not (p.features.keys or p.features.dropout)
-    return gpu.compute_capability() >= (8, 0) and fits and _sixteen_bits(p, *others)
+    return gpu.compute_capability() >= (8, 0) and p.d in (64, 128) and _sixteen_bits(p, *others)
 
 
 def _warpgroups(p: Problem) -> bool:
     """The same of the kernel for warpgroups, which takes any width that the copy engine does.
 
-    A tensor map is of something, and its rows, heads and batches lie apart. Padding is right in the
-    simulator, and was wrong on a GPU: there flash2 does it until the cause is found.
+    A tensor map is of something, and its rows, heads and batches lie apart.
     """
-    something = min(p.batch, p.heads, p.Nq, p.Nk) > 0 and (gpu.SIMULATED or not p.features.keys)
+    something = min(p.batch, p.heads, p.Nq, p.Nk) > 0
     apart = all(not x.repeats for x in (p.q, p.k, p.v))
     return (
         gpu.compute_capability() == (9, 0)
@@ -591,7 +589,7 @@ def _row_dots(p: Problem, made: Plan, O: Any, dO: Any) -> Any:
     threads = max(32, gpu.ROW_THREADS)  # whole warps
     function = flash2_backward.row_dots(ROWS, p.d, threads, p.q.dtype)
     waits = flash2_backward.loads_under_way(p.d, p.q.dtype)
-    made.add("D", function, _row_blocks(p), threads, 0, (dO, O, D), waits)
+    made.add("D", function, _row_blocks(p), threads, 4 * ROWS, (dO, O, D), waits)
     return D
 
 
@@ -688,8 +686,7 @@ class Row:
 
     room(tile): bytes of shared memory; results: as in tile_for; few: it is for few queries; tile:
     makes a tile of its sizes; covers(problem, do): whether it can; do: in a backward pass.
-    with_padding, with_dropout: default tiles for each width if there is such a thing, as it takes
-    registers; by the largest d.
+    others(d, features): default tiles where they are not `tiles`, as features take registers.
     """
 
     title: str
@@ -700,13 +697,7 @@ class Row:
     few: bool = False
     tile: Callable[..., Any] = tile_for
     covers: Callable[..., bool] = lambda *problem: True
-    with_padding: tuple[tuple[int, tuple[int, int]], ...] = ()
-    with_dropout: tuple[tuple[int, tuple[int, int]], ...] = ()
-
-    def tiles_for(self, d: int, f: Features) -> tuple[tuple[int, int], ...]:
-        """The default tiles of a kernel that is compiled for this."""
-        mine = self.with_dropout if f.dropout else self.with_padding if f.keys else ()
-        return tuple(tiles for width, tiles in mine if d <= width)[:1] or self.tiles
+    others: Callable[[int, Features], tuple[tuple[int, int], ...]] = lambda d, f: ()
 
     def shared_bytes(self, Br: int, Bc: int, d: int) -> int:
         """Bytes of shared memory that a block takes; too many if it takes no such tiles."""
@@ -749,6 +740,13 @@ def _ampere_room(tile: WarpTile) -> int:
     return ampere.arrangement(tile)["bytes"]
 
 
+def _ampere_tiles(d: int, f: Features) -> tuple[tuple[int, int], ...]:
+    """At d = 128 with any rule there are registers for 16 rows a warp, without one for 32."""
+    if d == 64:
+        return ()
+    return ((64, 64),) if f.band or f.keys or f.dropout else ((128, 32),)
+
+
 def _ampere_backward_room(tile: WarpTile) -> int:
     return ampere_backward.arrangement(tile)["bytes"]
 
@@ -758,12 +756,22 @@ def _hopper_room(tile: WarpgroupTile) -> int:
     return tile.bytes if tile.held <= tile.registers[1] else sys.maxsize
 
 
+def _hopper_tiles(d: int, f: Features) -> tuple[tuple[int, int], ...]:
+    if not (f.keys or f.dropout):
+        return ()
+    both = 80 if f.keys and f.dropout else 96
+    return ((128, 128 if d <= 64 else both if d <= 128 else 96 if d <= 192 else 64),)
+
+
 def _hopper_backward_room(tile: BackwardTile) -> int:
     return tile.bytes
 
 
+def _hopper_backward_tiles(d: int, f: Features) -> tuple[tuple[int, int], ...]:
+    return ((64 if d <= 64 else 32, 128),) if f.dropout else ()
+
+
 _SQUARES = ((64, 64), (32, 32), (16, 16))
-_FEW_REGISTERS = ((64, (128, 128)), (128, (128, 96)), (192, (128, 96)), (256, (128, 64)))
 KERNELS = {
     "standard": Row(
         "standard attention, three kernels", _standard, ((128, 64), *_SQUARES), _standard_room
@@ -783,10 +791,11 @@ KERNELS = {
     "ampere": Row(
         "FlashAttention-2 on tensor cores",
         _ampere,
-        ((128, 64), (128, 32)),
+        ((128, 64), (64, 64)),
         _ampere_room,
         tile=warp_tile_for,
         covers=_tensor_cores,
+        others=_ampere_tiles,
     ),
     "hopper": Row(
         "FlashAttention-3 by warpgroups",
@@ -795,8 +804,7 @@ KERNELS = {
         _hopper_room,
         tile=warpgroup_tile_for,
         covers=_warpgroups,
-        with_padding=_FEW_REGISTERS,
-        with_dropout=_FEW_REGISTERS,
+        others=_hopper_tiles,
     ),
     "hopper_split_kv": Row(
         "the same with the keys shared out, for one query a head",
@@ -837,7 +845,7 @@ BACKWARD = {
         _hopper_backward_room,
         tile=hopper_backward.tile_for,
         covers=_warpgroups_backward,
-        with_dropout=((64, (64, 128)), (128, (32, 128))),
+        others=_hopper_backward_tiles,
     ),
 }
 

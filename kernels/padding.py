@@ -1,4 +1,8 @@
-"""Key tiles that hold a real key, found before a kernel whose warpgroups must agree on them."""
+"""Padding: which key tiles hold a real key, and which of a tile's keys are real.
+
+Warps look at the keys of a tile when they come to it. Warpgroups must agree, and so a small kernel
+beforehand lists the tiles for them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from .gpu import cuda, device, int32, kernel, uint32
+from .ptx.warp import ballot
 
 NUMBER, FIRST, LAST, BITS = 0, 1, 2, 3  # of an entry of `walked`
 
@@ -57,17 +62,16 @@ def walked_tiles(Bc: int, threads: int) -> Any:
             real = _real_keys(keys, b, first, stop)
             if real > 0:
                 walked[b, c, NUMBER] = int32(2 * j) + (int32(0) if real == Bc else int32(1))
-                walked[b, c, FIRST] = -1
+                lowest, highest = stop, first
                 for w in range(words):
                     bits = uint32(0)
                     for n in range(32):
                         k = int32(first + 32 * w + n)
                         if k < stop and keys[b, k] != 0:
                             bits |= uint32(uint32(1) << uint32(n))
-                            walked[b, c, LAST] = k
-                            if walked[b, c, FIRST] < 0:
-                                walked[b, c, FIRST] = k
+                            lowest, highest = min(lowest, k), k
                     walked[b, c, BITS + w] = int32(bits)
+                walked[b, c, FIRST], walked[b, c, LAST] = lowest, highest
                 c += int32(1)
         if tid == threads - 1:
             rank[b, Tc] = c
@@ -138,3 +142,86 @@ def tiles_between(Bc: int, padded: bool) -> Any:
         return int32(j_first), int32(j_stop)
 
     return real_between if padded else between
+
+
+@cache
+def next_real(columns: int) -> Any:
+    """next_real(keys, b, j0, first, stop, real, lane): where the next tile with a real key begins.
+
+    From the tile at j0 on; only keys from `first` on before `stop` count. Bit c % 32 of
+    real[c // 32] says whether key c of that tile is real. It may begin at `stop` or later: then
+    there is none. For a whole warp.
+    """
+
+    @device
+    def find(keys, b, j0, first, stop, real, lane):
+        some = uint32(0)
+        while some == 0 and j0 < stop:
+            for c in range(0, columns, 32):
+                key, bit = j0 + c + int32(lane), uint32(0)
+                if c + lane < columns and key >= first and key < stop:
+                    bit = uint32(keys[b, key])
+                real[c // 32] = ballot(bit)
+                some |= real[c // 32]
+            if some == 0:
+                j0 += columns
+        return j0
+
+    return find
+
+
+@cache
+def all_real(columns: int) -> Any:
+    """all_real(real): whether all keys of a tile are, by the bits of `next_real`."""
+    words, last = -(-columns // 32), (1 << (columns - 1) % 32 + 1) - 1
+
+    @device
+    def every_one(real):
+        bits = uint32(real[words - 1] | uint32(~last & 0xFFFFFFFF))
+        for w in range(words - 1):
+            bits &= real[w]
+        return bits == uint32(0xFFFFFFFF)
+
+    return every_one
+
+
+@cache
+def find_real(columns: int, threads: int) -> Any:
+    """find_real(keys, b, j0, sm, at, tid): sm[at + c] = the first real key from key c of a tile on.
+
+    Counted from the tile's first, at j0; `columns` if there is none. Returns whether all keys that
+    this thread looked for are real.
+    """
+
+    @device
+    def find(keys, b, j0, sm, at, tid):
+        stop, mine = min(keys.shape[1] - j0, columns), True
+        for c in range(tid, columns, threads):
+            key = c
+            while key < stop and keys[b, j0 + key] == 0:
+                key += 1
+            sm[at + c] = key if key < stop else columns
+            mine = mine and key == c and key < stop
+        return mine
+
+    return find
+
+
+@cache
+def next_seeing(rows: int, columns: int) -> Any:
+    """next_seeing(sm, at, i0, i_stop, Nq, lo, hi, j0): the first query of a tile that sees a key.
+
+    A real one of the tile at j0, by what `find_real` left; query i sees keys i + lo to i + hi. From
+    i0 on in steps of `rows`; i_stop or more if there is none.
+    """
+
+    @device
+    def find(sm, at, i0, i_stop, Nq, lo, hi, j0):
+        low, high = int32(lo) - int32(j0), int32(hi) - int32(j0)
+        while i0 < i_stop and int32(sm[at + max(int32(0), int32(i0 + low))]) >= min(
+            int32(columns), int32(min(int32(i0 + rows), int32(Nq)) + high)
+        ):
+            i0 = int32(i0 + rows)
+        return i0
+
+    return find

@@ -13,10 +13,11 @@ row 16 m + g, columns 8 n + 2 t and the next, then the same of row 16 m + g + 8.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
-from .gpu import cuda, device, float32, int32, uint32, widen
+from .dropout import kept_four
+from .gpu import cuda, device, float32, int32, uint32, uint64, widen
 from .ptx import warp
 
 EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}  # all ones: inf or NaN
@@ -56,11 +57,12 @@ def warp_tile_for(
 ) -> WarpTile:
     """The tile with the given threads, (warps, 32), or as many as leave a warp room for its part.
 
-    `results` is as in tiles.tile_for.
+    That is 32 rows, or at d = 128 with more than 32 keys 16. `results` is as in tiles.tile_for.
     """
     if threads is not None and threads[1] != 32:
         raise ValueError(f"threads={threads!r}: expected (warps, 32)")
-    return WarpTile(Br, Bc, d, threads[0] if threads else 4 if d == 64 else 8)
+    rows = 32 if d == 64 or Bc <= 32 else 16
+    return WarpTile(Br, Bc, d, threads[0] if threads else max(4, Br // rows))
 
 
 @cache
@@ -303,20 +305,28 @@ def clear_not_finite(rows: int, d: int, threads: int, dtype: str) -> Any:
 
 
 @cache
-def add_not_finite(rows: int, columns: int, d: int, dtype: str) -> Any:
-    """add_not_finite(sm, b, O, lane, first, low, high): O += inf and NaN of B, where they are seen.
+def add_not_finite(rows: int, columns: int, d: int, dtype: str, dropout: bool = False) -> Any:
+    """add_not_finite(sm, b, O, lane, first, low, high, keep): O += inf and NaN of B that are seen.
 
     Row r of the tile, from `first` on, sees row k of B if low <= k - r <= high. A product with a
-    weight above 0 would add the same, but a product of tiles also adds 0 times what is masked.
-    Slow: only for a B that holds such numbers.
+    weight above 0 would add the same, but a product of tiles also adds 0 times what is masked. Such
+    a weight, if dropout makes it 0, adds NaN; keep as of `kept`. Slow: only for a B that holds such
+    numbers.
     """
     R2, D, at_chunk, to_float, exponent = rows // 8, d // 8, place(d), widen(dtype), EXPONENT[dtype]
+    M, words = rows // 16, kept_words(columns)
+    looked_up = M if dropout else 0
 
     @device
-    def add(sm, b, O, lane, first, low, high):
+    def add(sm, b, O, lane, first, low, high, keep):
+        mine = cuda.local.array(M, uint32)  # bits 0 and 2: of this lane's rows, and of row k of B
         k = uint32(0)
         while k < columns:
             chunk = uint32(b + at_chunk(k, uint32(0)) + 2 * (lane & 3))
+            for m in range(looked_up):
+                word = keep[m * words + (k // 64 if words > 1 else 0)]
+                word = warp.shuffle_bits(word, uint32((lane & 28) + k % 8 // 2))
+                mine[m] = uint32(word >> uint32(4 * (k // 8 % 8) + k % 2))
             for n in range(D):
                 for u in range(2):
                     x = sm[further(chunk, n) + u]
@@ -324,10 +334,151 @@ def add_not_finite(rows: int, columns: int, d: int, dtype: str) -> Any:
                         for r in range(R2):
                             apart = int32(k) - int32(first + (lane >> 2) + 8 * r)
                             if apart >= low and apart <= high:
-                                O[4 * (r // 2 * D + n) + 2 * (r % 2) + u] += to_float(x)
+                                y = to_float(x)
+                                if dropout and mine[r // 2] >> uint32(2 * (r % 2)) & 1 == 0:
+                                    y *= float32(0)
+                                O[4 * (r // 2 * D + n) + 2 * (r % 2) + u] += y
             k = uint32(k + 1)
 
     return add
+
+
+@device
+def afresh(seed):
+    """seed, but the compiler cannot tell: the keys of Philox's rounds would stay in registers."""
+    low, high = uint64(0xFFFFFFFF), uint64(32)
+    k0, k1 = warp.opaque(uint32(seed & low)), warp.opaque(uint32(seed >> high))
+    return uint64(uint64(k0) | uint64(uint64(k1) << high))
+
+
+def kept_words(columns: int, rows: int = 16) -> int:
+    """Registers with a bit for each weight that a thread has of a warp's product."""
+    return rows // 16 * -(-columns // 64)
+
+
+def _word_by_word(rows: int, columns: int, word: Any) -> Any:
+    """fill(keep, ...) of functions word(to, m, n, count), each for keep[to].
+
+    That is for `count` parts, 16 x 8 each, of the product: from the n-th of those in rows 16 m on.
+    """
+
+    def both(one: Any, other: Any) -> Any:
+        @device
+        def fill_both(keep, seed, threshold, b, h, row, column):
+            one(keep, seed, threshold, b, h, row, column)
+            other(keep, seed, threshold, b, h, row, column)
+
+        return fill_both
+
+    C, words = columns // 8, kept_words(columns)
+    each = (divmod(to, words) for to in range(kept_words(columns, rows)))
+    return reduce(both, (word(m * words + w, m, 8 * w, min(8, C - 8 * w)) for m, w in each))
+
+
+@cache
+def kept(columns: int, rows: int = 16) -> Any:
+    """kept(keep, seed, threshold, b, h, row, column): which weights dropout keeps, in bits.
+
+    Rows are queries, columns keys; row is the thread's first, column the tile's first. In the
+    layout of `mma`, bit 4 (n % 8) + 2 r + u of keep[n // 8] is that of column 8 n + 2 t + u of row
+    8 r + g. The next 16 rows have as many words again. Of two lanes that share four columns, each
+    draws for one of the rows.
+    """
+
+    def word(to: int, m: int, begin: int, count: int) -> Any:
+        @device
+        def fill(keep, seed, threshold, b, h, row, column):
+            t = uint32(uint32(cuda.threadIdx.x) % uint32(4))
+            odd = uint32(t % uint32(2))
+            i = uint32(row + 16 * m + 8 * odd)
+            quad = uint32(column // 4 + 2 * begin + t // uint32(2))
+            mine = uint32(0)
+            for n in range(count):
+                four = kept_four(seed, threshold, b, h, i, uint32(quad + 2 * n))
+                mine |= uint32(four << uint32(4 * n))
+            other = warp.shuffle_xor_bits(mine, uint32(1))
+            first, second = (mine, other) if odd == 0 else (other, mine)
+            low = uint32(uint32(first >> uint32(2 * odd)) & uint32(0x33333333))
+            high = uint32(uint32(second >> uint32(2 * odd)) & uint32(0x33333333))
+            keep[to] = uint32(low | uint32(high << uint32(2)))
+
+        return fill
+
+    return _word_by_word(rows, columns, word)
+
+
+@cache
+def kept_transposed(columns: int, rows: int = 16) -> Any:
+    """As `kept`, where rows are keys and columns queries: row, again, is the thread's first.
+
+    Four lanes share four keys of two rows, for two queries: each draws for one row and query.
+    """
+
+    def word(to: int, m: int, begin: int, count: int) -> Any:
+        @device
+        def fill(keep, seed, threshold, b, h, row, column):
+            lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+            t, q = uint32(lane % uint32(4)), uint32(lane // uint32(4) % uint32(4))
+            quad = uint32(row // 4 + 4 * m + 2 * (q // uint32(2)))
+            i = uint32(column + 8 * begin + 2 * t + q % uint32(2))
+            mine = uint32(0)
+            for n in range(count):
+                four = kept_four(seed, threshold, b, h, uint32(i + 8 * n), quad)
+                mine |= uint32(four << uint32(4 * n))
+            bits = uint32(uint32(uint32(mine >> q) & uint32(0x11111111)) << q)
+            for n in range(1, 4):
+                theirs = uint32(warp.shuffle_xor_bits(mine, uint32(4 * n)) >> q)
+                bits |= uint32(uint32(theirs & uint32(0x11111111)) << uint32(q ^ uint32(n)))
+            keep[to] = bits
+
+        return fill
+
+    return _word_by_word(rows, columns, word)
+
+
+@device
+def survives(keep, n, r, u, factor):
+    """`factor` if dropout keeps the weight of column 8 n + 2 t + u and row 8 r + g, else 0."""
+    bit = uint32(keep[n // 8] >> uint32(4 * (n % 8) + 2 * r + u)) & uint32(1)
+    return factor if bit != uint32(0) else float32(0)
+
+
+@cache
+def drop(columns: int, rows: int = 16) -> Any:
+    """drop(P, keep, factor): P becomes 0, or P times factor where it is kept; keep as of `kept`."""
+    C, M, eights = columns // 8, rows // 16, 8 * kept_words(columns)
+
+    @device
+    def drop_weights(P, keep, factor):
+        for m in range(M):
+            for n in range(C):
+                for r in range(2):
+                    for u in range(2):
+                        z = survives(keep, m * eights + n, r, u, factor)
+                        P[4 * (m * C + n) + 2 * r + u] *= z
+
+    return drop_weights
+
+
+@cache
+def clear_padding(rows: int, d: int, threads: int) -> Any:
+    """clear_padding(sm, at, keys, b, first, tid): rows of a tile whose keys are padding become 0.
+
+    Of those that a thread has copied on chip, see `stage`. Then 0 times them is 0, not NaN.
+    """
+    chunks = d // 8
+    together, at_chunk = threads // chunks, place(d)
+
+    @device
+    def clear(sm, at, keys, b, first, tid):
+        r, N = uint32(tid // uint32(chunks)), keys.shape[1]
+        chunk = uint32(at + at_chunk(r, uint32(tid % uint32(chunks))))
+        for n in range(0, rows, together):
+            key = int32(first + n) + int32(r)
+            if key < N and keys[b, key] == 0:
+                warp.clear_eight(sm, uint32(chunk + n * d))
+
+    return clear
 
 
 @cache

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
 
-from .dropout import kept_four
 from .gpu import cuda, device, float32, int32, store4, uint32, uint64, widen
 from .padding import BITS, entry
 from .ptx.mbarrier import mbarrier_expect_tx
@@ -23,7 +22,6 @@ from .ptx.warp import (
     load_two,
     load_words,
     pack,
-    shuffle_xor_bits,
     store_pair,
     store_two,
 )
@@ -37,7 +35,7 @@ from .ptx.wgmma import (
     wgmma_registers,
     wgmma_shared,
 )
-from .warp_tiles import EXPONENT, row_max
+from .warp_tiles import EXPONENT, row_max, survives
 
 WARPGROUP = 128  # threads
 ROWS = 64  # of queries, that a warpgroup has
@@ -148,10 +146,9 @@ def warpgroup_tile_for(
 ) -> WarpgroupTile:
     """The tile of a width that is rounded up to whole panels; `threads` and `results` are given.
 
-    Taking turns, and with a third stage where tiles are small, it was fastest on an H200.
+    Taking turns, and with two stages, it was fastest on an H200.
     """
-    wide = -(-d // PANEL) * PANEL
-    return WarpgroupTile(Br, Bc, wide, stages=3 if wide == PANEL else 2, ping_pong=True)
+    return WarpgroupTile(Br, Bc, -(-d // PANEL) * PANEL, ping_pong=True)
 
 
 @cache
@@ -491,105 +488,6 @@ def rounded(columns: int, dtype: str) -> Any:
     return round_scores
 
 
-def _word_by_word(columns: int, word: Any) -> Any:
-    """fill(keep, ...): word(m, count)'s functions, each for keep[m] and `count` times 8 columns."""
-
-    def both(one: Any, other: Any) -> Any:
-        @device
-        def fill_both(keep, seed, threshold, b, h, row, column):
-            one(keep, seed, threshold, b, h, row, column)
-            other(keep, seed, threshold, b, h, row, column)
-
-        return fill_both
-
-    eights = columns // 8
-    return reduce(both, (word(m, min(8, eights - 8 * m)) for m in range(kept_words(columns))))
-
-
-def kept_words(columns: int) -> int:
-    """Registers with a bit for each of a thread's weights, in a product with so many columns."""
-    return -(-columns // 64)
-
-
-@cache
-def kept(columns: int) -> Any:
-    """kept(keep, seed, threshold, b, h, row, column): which weights dropout keeps, in bits.
-
-    Rows are queries, columns keys; row is the thread's first, column the tile's first. Bit
-    4 (n % 8) + 2 r + u of keep[n // 8] is that of column 8 n + 2 t + u of the thread's row r. Of
-    two lanes that share four columns, each draws for one of the rows.
-    """
-
-    def word(m: int, count: int) -> Any:
-        @device
-        def fill(keep, seed, threshold, b, h, row, column):
-            t = uint32(uint32(cuda.threadIdx.x) % uint32(4))
-            odd = uint32(t % uint32(2))
-            i, quad = uint32(row + 8 * odd), uint32(column // 4 + 16 * m + t // uint32(2))
-            mine = uint32(0)
-            for n in range(count):
-                four = kept_four(seed, threshold, b, h, i, uint32(quad + 2 * n))
-                mine |= uint32(four << uint32(4 * n))
-            other = shuffle_xor_bits(mine, uint32(1))
-            first, second = (mine, other) if odd == 0 else (other, mine)
-            low = uint32(uint32(first >> uint32(2 * odd)) & uint32(0x33333333))
-            high = uint32(uint32(second >> uint32(2 * odd)) & uint32(0x33333333))
-            keep[m] = uint32(low | uint32(high << uint32(2)))
-
-        return fill
-
-    return _word_by_word(columns, word)
-
-
-@cache
-def kept_transposed(columns: int) -> Any:
-    """As `kept`, where rows are keys and columns queries: row, again, is the thread's first.
-
-    Four lanes share four keys of two rows, for two queries: each draws for one row and query.
-    """
-
-    def word(m: int, count: int) -> Any:
-        @device
-        def fill(keep, seed, threshold, b, h, row, column):
-            lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
-            t, q = uint32(lane % uint32(4)), uint32(lane // uint32(4) % uint32(4))
-            quad = uint32(row // 4 + 2 * (q // uint32(2)))
-            i = uint32(column + 64 * m + 2 * t + q % uint32(2))
-            mine = uint32(0)
-            for n in range(count):
-                four = kept_four(seed, threshold, b, h, uint32(i + 8 * n), quad)
-                mine |= uint32(four << uint32(4 * n))
-            bits = uint32(uint32(uint32(mine >> q) & uint32(0x11111111)) << q)
-            for n in range(1, 4):
-                theirs = uint32(shuffle_xor_bits(mine, uint32(4 * n)) >> q)
-                bits |= uint32(uint32(theirs & uint32(0x11111111)) << uint32(q ^ uint32(n)))
-            keep[m] = bits
-
-        return fill
-
-    return _word_by_word(columns, word)
-
-
-@device
-def _survives(keep, n, r, u, factor):
-    bit = uint32(keep[n // 8] >> uint32(4 * (n % 8) + 2 * r + u)) & uint32(1)
-    return factor if bit != uint32(0) else float32(0)
-
-
-@cache
-def drop(columns: int) -> Any:
-    """drop(S, keep, factor): S becomes 0, or S times factor where it is kept; keep as of `kept`."""
-
-    @device
-    def drop_scores(S, keep, factor):
-        for n in range(columns // 8):
-            for r in range(2):
-                for u in range(2):
-                    S[4 * n + 2 * r + u] *= _survives(keep, n, r, u, factor)
-
-    return drop_scores
-
-
 @cache
 def rounded_kept(columns: int, dtype: str) -> Any:
     """rounded_kept(S, P, keep, factor): as `rounded`, of what `drop` would make of S."""
@@ -600,8 +498,8 @@ def rounded_kept(columns: int, dtype: str) -> Any:
         for n in range(columns // 8):
             for r in range(2):
                 e = 4 * n + 2 * r
-                low = S[e] * _survives(keep, n, r, 0, factor)
-                high = S[e + 1] * _survives(keep, n, r, 1, factor)
+                low = S[e] * survives(keep, n, r, 0, factor)
+                high = S[e + 1] * survives(keep, n, r, 1, factor)
                 P[2 * n + r] = two(high, low)
 
     return round_scores

@@ -371,7 +371,7 @@ def tuned_tiles(d):
     """The candidates of a width, and the default; in text."""
     row = launch.KERNELS["hopper"]
     default = row.tile(*launch.default_tiles(row, d, 227 * 1024), d)
-    return [str(t) for t in _tune().candidates(d)], str(default)
+    return [str(t) for t in _tune().candidates("hopper", d)], str(default)
 
 
 def tuning_refused():

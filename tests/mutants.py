@@ -973,14 +973,22 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("memory.py::part", "record"): [
         ("a part of a part counts from the first part", "_moved(where, A.within)", "where"),
     ],
-    ("kernels/hopper.py::flash_attention_3.hopper", "hopper"): [
-        ("S is used before it is there", "all_but_one()\n                        have_S(S, 0)", "have_S(S, 0)"),
-        ("O is used before it is there", "all_products()\n                        have_O(Oi, 0)", "have_O(Oi, 0)"),
+    ("kernels/hopper.py::flash_attention_3.step", "hopper"): [
+        ("S is used before it is there", "all_but_one()\n            have_S(S, 0)", "have_S(S, 0)"),
+        ("O is used before it is there", "all_products()\n            have_O(O, 0)", "have_O(O, 0)"),
         ("V of the tile before is not waited for", "wait_until_full(base, full_V, n - 1)\n", "pass\n"),
         ("V of the tile instead of the one before", "tile_at(base, V_at, n - 1), KV_panel", "tile_at(base, V_at, n), KV_panel"),
+        ("later tiles are not masked", "mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi)", "pass"),
+        ("O is not rescaled", "rescale(O, alpha)", "pass"),
+        ("inf and NaN of a tile that is not the last are multiplied", "if careful and border(i0, j0, lo, hi):", "if False:"),
+    ],
+    ("kernels/hopper.py::flash_attention_3.inner_after", "hopper"): [
+        ("the tile with the last key that is seen is inner", "// Bc - 1)", "// Bc)"),
+        ("the tile with the first key that is seen is inner", "if not before_band(i0, Br, j0, lo):", "if True:"),
+        ("the last key tile is inner", "min(int32(Nk), int32(i0 + hi + 1))", "int32(i0 + hi + 1)"),
+    ],
+    ("kernels/hopper.py::flash_attention_3.hopper", "hopper"): [
         ("the last V is not waited for", "wait_until_full(base, full_V, n_stop - 1)", "pass"),
-        ("later tiles are not masked", "j0 = first_key(sm, words, base, n, int32(j0 + Bc))\n                        mask(S", "mask(S"),
-        ("O is not rescaled", "weigh(S, P, keep, rules)\n                        rescale(Oi, alpha)", "weigh(S, P, keep, rules)"),
         ("the last tile that a warpgroup sees is left out", "n_stop = uint32(n_first + stop - first)", "n_stop = uint32(n_first + stop - first - 1)"),
         ("all warpgroups have the first rows", "r0 = int32(i0 + warpgroup * ROWS)", "r0 = int32(i0)"),
     ],
@@ -1015,10 +1023,39 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("a tile with no real key between is walked", "some = bits != uint32(0)", "pass"),
         ("all tiles are walked", "if real > 0:", "if real >= 0:"),
     ],
-    ("kernels/warpgroup_tiles.py::kept", "hopper"): [
-        ("two lanes draw for the same row", "uint32(row + 8 * odd)", "uint32(row)"),
+    ("kernels/warp_tiles.py::kept", "ampere hopper"): [
+        ("two lanes draw for the same row", "uint32(row + 16 * m + 8 * odd)", "uint32(row + 16 * m)"),
+        ("all parts of a warp are drawn for the first rows", "uint32(row + 16 * m + 8 * odd)", "uint32(row + 8 * odd)"),
     ],
-    ("kernels/warpgroup_tiles.py::kept_transposed", "hopper_backward"): [
+    ("kernels/ampere.py::flash_attention_2", "ampere"): [
+        ("padded keys are seen", "real[n // 4] >> uint32(col % 32) & 1 == 0", "False"),
+        ("values of padded keys are multiplied", "clear_padding(sm, uint32(sV + now), keys, b, j0, tid)", "pass"),
+        ("tiles of padding are loaded", "find_next(keys, b, j_next, i0 + lo, j_stop, next_real, lane)", "max(j_next, find_next(keys, b, j_next, i0 + lo, j_stop, next_real, lane) - Bc)"),
+        ("all tiles have the keys of the first", "real[w] = next_real[w]", "pass"),
+        ("every warp draws for the first rows", "i0 + int32(first + g), int32(j0))", "i0 + int32(g), int32(j0))"),
+        ("what is kept is not scaled", "over *= factor", "pass"),
+        ("nothing is dropped", "drop(Sij, kept, float32(1))", "pass"),
+    ],
+    ("kernels/ampere_backward.py::flash_attention_2_backward", "ampere"): [
+        ("padded keys are seen", "sm[sR + key] != key", "False"),
+        ("padded keys are multiplied", "wait_for_all()\n            clear_padding(sm, sK, keys, b, j0, tid)", "pass"),
+        ("padded keys have a gradient", "clear_padding(sm, sK, keys, b, j0, tid)\n            clear_padding(sm, sV", "clear_padding(sm, sV"),
+        ("queries that see no real key are visited", "i0 = next_seeing(sm, sR, i0, i_stop, Nq, lo, hi, j0)", "pass"),
+        ("dP is not dropped", "drop(dSji, kept, factor)", "pass"),
+        ("P is not dropped", "drop(Pji, kept, float32(1))", "pass"),
+        ("dV is not scaled", "dVj[n] *= factor", "pass"),
+    ],
+    ("kernels/warp_tiles.py::add_not_finite", "ampere"): [
+        ("what is dropped is inf", "y *= float32(0)", "pass"),
+        ("of another column is looked up", "(lane & 28) + k % 8 // 2", "lane"),
+    ],
+    ("kernels/padding.py::next_real", "ampere"): [
+        ("keys beyond those that are seen count", "and key >= first and key < stop", "and key < keys.shape[1]"),
+    ],
+    ("kernels/padding.py::next_seeing", "ampere"): [
+        ("keys after the window are seen", "int32(min(int32(i0 + rows), int32(Nq)) + high)", "int32(columns)"),
+    ],
+    ("kernels/warp_tiles.py::kept_transposed", "ampere hopper_backward"): [
         ("of the keys of another lane is drawn", "uint32(uint32(theirs & uint32(0x11111111)) << uint32(q ^ uint32(n)))", "uint32(uint32(theirs & uint32(0x11111111)) << q)"),
     ],
     ("kernels/cache.py::constants", "hopper"): [

@@ -86,23 +86,32 @@ def copies(A, pending):
 
 
 def alone(x, y, dtype):
-    """exp2(x), the bits of x and y packed, and x of the lane whose number differs in bit 1."""
+    """exp2(x), the bits of x and y packed, and x of the lane whose number differs in bit 1.
+
+    And the packed bits of lane 3 n % 32, and whether x is above 0, of all lanes.
+    """
     pack = warp.pack(dtype)
 
     @kernel(32)
-    def calls(x, y, power, packed, other):
+    def calls(x, y, power, packed, other, third, above):
         lane = cuda.threadIdx.x
         power[lane] = warp.exp2(x[lane])
         packed[lane] = pack(y[lane], x[lane])
         other[lane] = warp.shuffle_xor(x[lane], uint32(2))
+        third[lane] = warp.shuffle_bits(packed[lane], uint32(3 * lane % 32))
+        above[lane] = warp.ballot(uint32(1 if x[lane] > 0 else 0))
 
-    power, packed, other = np.zeros(32, np.float32), np.zeros(32, np.uint32), np.zeros_like(x)
-    run(calls, x, y, power, packed, other)
-    return power, packed, other
+    power, other = np.zeros(32, np.float32), np.zeros_like(x)
+    packed, third, above = np.zeros((3, 32), np.uint32)
+    run(calls, x, y, power, packed, other, third, above)
+    return power, packed, other, third, above
 
 
 def round_trip(pairs):
-    """A matrix (32, 8) of 16-bit elements that went on chip in pairs and came back in one piece."""
+    """A matrix (32, 8) of 16-bit elements that went on chip in pairs and came back in one piece.
+
+    But for every third row, which was made 0 there.
+    """
 
     @kernel(32)
     def stores(pairs, out):
@@ -110,6 +119,8 @@ def round_trip(pairs):
         lane = uint32(cuda.threadIdx.x)
         for n in range(4):
             warp.store_pair(sm, 8 * lane + 2 * n, pairs[lane, n])
+        if lane % 3 == 0:
+            warp.clear_eight(sm, 8 * lane)
         warp.copy_out(out, lane, 0, sm, 8 * lane)
 
     out = np.zeros((32, 8), np.uint16)

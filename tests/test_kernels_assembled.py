@@ -43,6 +43,40 @@ def test_default_tiles_stay_in_registers(compiler, name):
         assert 0 < said["registers"] * said["threads"] <= 65536
 
 
+EVERY = {"band": True, "keys": True, "dropout": True}
+
+
+@pytest.mark.parametrize(
+    "name, d, dtype, features",
+    [
+        ("ampere", 64, "float16", {"band": True}),
+        ("ampere", 64, "bfloat16", {"band": True, "keys": True}),
+        ("ampere", 64, "float16", {"band": True, "dropout": True}),
+        ("ampere", 64, "bfloat16", EVERY),
+        ("ampere", 128, "bfloat16", {}),
+        ("ampere", 128, "float16", {"band": True, "keys": True}),
+        ("ampere", 128, "bfloat16", {"band": True, "dropout": True}),
+        ("ampere", 128, "float16", EVERY),
+        ("ampere_backward", 64, "float16", {"band": True, "keys": True}),
+        ("ampere_backward", 64, "bfloat16", {"band": True, "dropout": True}),
+        ("ampere_backward", 64, "float16", EVERY),
+        ("ampere_backward", 128, "float16", {"band": True}),
+        ("ampere_backward", 128, "bfloat16", {"band": True, "keys": True}),
+        ("ampere_backward", 128, "float16", {"band": True, "dropout": True}),
+        ("ampere_backward", 128, "bfloat16", EVERY),
+    ],
+    ids=str,
+)
+def test_what_warps_hold_stays_in_registers_with_masks_and_dropout(
+    compiler, name, d, dtype, features
+):
+    """As above, of the kernels on tensor cores, whose registers are nearly all taken."""
+    said = compiler.call("assembled", name, d, ("sm_80", "sm_90a"), dtype=dtype, **features)
+    for each in said.values():
+        assert each["spill_bytes"] == each["stack_bytes"] == each["wide_floats"] == 0
+        assert 0 < each["registers"] * each["threads"] <= 65536
+
+
 def test_every_kernel_is_looked_at(compiler):
     assert set(compiler.call("kernel_names")) == set(NAMES)
 

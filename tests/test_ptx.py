@@ -84,21 +84,25 @@ def test_a_copy_is_there_only_after_a_wait_for_its_group(simulator, pending):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exp2_pack_and_shuffle(simulator, dtype):
+def test_exp2_pack_shuffle_and_ballot(simulator, dtype):
     """Ties go to even, -inf to 0, and what is too large to inf."""
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((2, 32)).astype(np.float32) * np.float32(4)
     x[:6] = 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 3e38, -np.inf, 0
-    power, packed, other = simulator("alone", x, y, dtype)
+    power, packed, other, third, above = simulator("alone", x, y, dtype)
     with np.errstate(over="ignore"):
         assert np.allclose(power, np.exp2(x.astype(np.float64)), rtol=3e-7)
         assert np.array_equal(packed, words(x.astype(DTYPES[dtype]), y.astype(DTYPES[dtype])))
     assert np.array_equal(other, x[np.arange(32) ^ 2])
+    assert np.array_equal(third, packed[3 * np.arange(32) % 32])
+    assert (above == (x > 0) @ (1 << np.arange(32))).all()
 
 
 def test_pairs_on_chip_leave_it_in_order(simulator):
     out = np.arange(256, dtype=np.uint16).reshape(32, 8)
-    assert np.array_equal(simulator("round_trip", out.view(np.uint32)), out)
+    found = simulator("round_trip", out.view(np.uint32))
+    out[::3] = 0
+    assert np.array_equal(found, out)
 
 
 def test_a_warp_that_diverges_is_refused(simulator):

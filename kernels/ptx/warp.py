@@ -18,10 +18,10 @@ from .base import Global, Reads, Result, Shared, Updates, Writes, f32, instructi
 from .emulation import GARBAGE, element_bits, elements, thread, together
 
 __all__ = [
-    "add_nothing", "copy_out", "cp_async", "cp_async_commit", "cp_async_wait", "cp_async_word",
-    "exp2", "ldmatrix", "ldmatrix_trans", "load_eight", "load_two", "load_words", "mma", "opaque",
-    "pack", "reciprocal", "red_add", "shuffle_xor", "shuffle_xor_bits", "store_eight", "store_pair",
-    "store_two",
+    "add_nothing", "ballot", "clear_eight", "copy_out", "cp_async", "cp_async_commit",
+    "cp_async_wait", "cp_async_word", "exp2", "ldmatrix", "ldmatrix_trans", "load_eight",
+    "load_two", "load_words", "mma", "opaque", "pack", "reciprocal", "red_add", "shuffle_bits",
+    "shuffle_xor", "shuffle_xor_bits", "store_eight", "store_pair", "store_two",
 ]  # fmt: skip
 
 G, T = np.divmod(np.arange(32), 4)
@@ -196,6 +196,31 @@ def shuffle_xor_bits(x: Any, lanes: Any) -> Any:
     return _exchange(x, lanes)
 
 
+@instruction(
+    "shfl.sync.idx.b32 {y}, {x}, {lane}, 0x1f, 0xffffffff;", y=Result(u32), x=u32, lane=u32
+)
+def shuffle_bits(x: Any, lane: Any) -> Any:
+    """The x of another lane, whose number each lane gives."""
+
+    def look_up(given: list[Any]) -> list[Any]:
+        return [given[other][0] for _, other in given]
+
+    return together(32, "shfl.idx", (x, int(lane)), look_up)
+
+
+@instruction(
+    "{ .reg .pred yes; setp.ne.b32 yes, {x}, 0; vote.sync.ballot.b32 {y}, yes, 0xffffffff; }",
+    y=Result(u32), x=u32,
+)  # fmt: skip
+def ballot(x: Any) -> Any:
+    """Bit l says whether lane l's x is other than 0."""
+
+    def count(given: list[Any]) -> list[Any]:
+        return [np.uint32(sum(1 << lane for lane, x in enumerate(given) if x))] * 32
+
+    return together(32, "vote", x, count)
+
+
 @instruction("red.global.add.f32 [{target}], {x};", target=Global(), x=f32)
 def red_add(A: Any, i: Any, j: Any, x: Any) -> None:
     """A[i, j] += x in float32, whoever else adds to it, in an order left open."""
@@ -229,6 +254,15 @@ def store_two(A: Any, i: Any, j: Any, x: Any, y: Any) -> None:
 def load_words(W: Any, w: Any, sm: Any, at: Any) -> None:
     """W[w : w + 4] = the eight 16-bit elements from sm[at] on, 16 bytes, in one instruction."""
     W[w : w + 4] = np.ascontiguousarray(sm[at : at + 8]).view(np.uint32)
+
+
+@instruction(
+    "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.v4.b32 [{target}], {zero, zero, zero, zero}; }",
+    target=Shared(),
+)  # fmt: skip
+def clear_eight(sm: Any, at: Any) -> None:
+    """The eight 16-bit elements from sm[at] on, 16 bytes, become 0, in one instruction."""
+    sm[at : at + 8] = 0
 
 
 @instruction("mov.b32 {y}, {x};", y=Result(u32), x=u32)

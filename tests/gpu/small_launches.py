@@ -30,7 +30,8 @@ def main():
         out = kernels.attention(q, k, v, **what)
         kernels.attention_backward(q, k, v, out.output, out.lse, q, **what)
     kernels.attention(q[..., :1, :], k, v, algorithm="hopper_split_kv")
-    for d, what in ((64, {"is_causal": True}), (128, {"window": (30, 5)}), (64, {})):
+    rules = {"key_padding_mask": np.arange(200)[None] < 120, "dropout_p": 0.2}
+    for d, what in ((64, {"is_causal": True}), (128, {"window": (30, 5)}), (64, {}), (64, rules)):
         q, k, v = (rng.standard_normal((1, 2, n, d)).astype(np.float16) for n in (150, 200, 200))
         out = kernels.attention(q, k, v, algorithm="ampere", **what)
         kernels.attention_backward(q, k, v, out.output, out.lse, q, algorithm=out.algorithm, **what)

@@ -1,4 +1,8 @@
-"""The kernels for warpgroups on a GPU of compute capability 9.0; elsewhere all skip and say why."""
+"""The kernels for warpgroups on a GPU of compute capability 9.0; elsewhere all skip and say why.
+
+Compiling takes nearly all the time, so what one kernel is tried on is in one test: processes beside
+each other then do not compile the same.
+"""
 
 from types import SimpleNamespace
 
@@ -48,18 +52,18 @@ def right(out, algorithm, q, k, v, **what):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("d", [64, 72, 128, 192, 256])
-@pytest.mark.parametrize("Nq, Nk", [(1000, 1100), (77, 2000), (300, 100), (1, 1)])
-def test_attention_is_within_its_bound(dtype, is_causal, d, Nq, Nk):
-    q, k, v = made(2, 4, 2, Nq, Nk, d, dtype)
-    what = {"is_causal": is_causal, "enable_gqa": True}
-    right(kernels.attention(q, k, v, algorithm="hopper", **what), "hopper", q, k, v, **what)
+def test_attention_is_within_its_bound(dtype, is_causal, d):
+    for Nq, Nk in (1000, 1100), (77, 2000), (300, 100), (1, 1):
+        q, k, v = made(2, 4, 2, Nq, Nk, d, dtype)
+        what = {"is_causal": is_causal, "enable_gqa": True}
+        right(kernels.attention(q, k, v, algorithm="hopper", **what), "hopper", q, k, v, **what)
 
 
-@pytest.mark.parametrize("window", [(100, 0), (0, 300), (50, 50)])
-def test_windows(window):
+def test_windows():
     q, k, v = made(1, 2, 2, 500, 700, 64, "float16")
-    out = kernels.attention(q, k, v, algorithm="hopper", window=window)
-    right(out, "hopper", q, k, v, window=window)
+    for window in (100, 0), (0, 300), (50, 50):
+        out = kernels.attention(q, k, v, algorithm="hopper", window=window)
+        right(out, "hopper", q, k, v, window=window)
 
 
 def ruled(Nk, padding, dropout):
@@ -70,43 +74,40 @@ def ruled(Nk, padding, dropout):
     return what | ({"dropout_p": 0.2, "seed": 2**40 + 3} if dropout else {})
 
 
-LEFT_OUT = pytest.mark.skip(reason="on a GPU padding is wrong here, so flash2 does it")
-RULED = [
-    pytest.param(True, False, marks=LEFT_OUT),
-    (False, True),
-    pytest.param(True, True, marks=LEFT_OUT),
-]
+RULED = [(True, False), (False, True), (True, True)]
+BANDS = [({},), ({"is_causal": True}, {"window": (100, 30)})]  # a kernel each
 
 
 @pytest.mark.parametrize("padding, dropout", RULED)
 @pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 128), ("float16", 192)])
-@pytest.mark.parametrize("rules", [{}, {"is_causal": True}, {"window": (100, 30)}], ids=str)
+@pytest.mark.parametrize("rules", BANDS, ids=["all", "band"])
 def test_padding_and_dropout(padding, dropout, dtype, d, rules):
     q, k, v = made(2, 4, 2, 500, 700, d, dtype)
-    what = ruled(700, padding, dropout) | rules
-    right(kernels.attention(q, k, v, algorithm="hopper", **what), "hopper", q, k, v, **what)
+    for band in rules:
+        what = ruled(700, padding, dropout) | band
+        right(kernels.attention(q, k, v, algorithm="hopper", **what), "hopper", q, k, v, **what)
 
 
 @pytest.mark.parametrize("padding, dropout", RULED)
 @pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 128)])
-@pytest.mark.parametrize("rules", [{}, {"is_causal": True}, {"window": (100, 30)}], ids=str)
+@pytest.mark.parametrize("rules", BANDS, ids=["all", "band"])
 def test_gradients_with_padding_and_dropout(padding, dropout, dtype, d, rules):
     """Within a few roundings of those that the readable kernels compute in float32."""
     q, k, v = made(2, 4, 2, 500, 700, d, dtype)
-    what, do = ruled(700, padding, dropout) | rules, made(2, 4, 2, 500, 1, d, dtype)[0]
-    out = kernels.attention(q, k, v, algorithm="hopper", **what)
-    found, wanted = (
-        kernels.attention_backward(q, k, v, out.output, out.lse, do, algorithm=name, **what)
-        for name in ("hopper", "flash2-two-kernel")
-    )
-    unit = float(ml_dtypes.finfo(q.dtype).eps)
-    for ours, theirs in zip(found, wanted, strict=True):
-        ours, theirs = ours.astype(float), theirs.astype(float)
-        assert np.isfinite(ours).all()
-        assert np.abs(ours - theirs).max() <= 4 * unit * np.abs(theirs).max()
+    do, unit = made(2, 4, 2, 500, 1, d, dtype)[0], float(ml_dtypes.finfo(q.dtype).eps)
+    for band in rules:
+        what = ruled(700, padding, dropout) | band
+        out = kernels.attention(q, k, v, algorithm="hopper", **what)
+        found, wanted = (
+            kernels.attention_backward(q, k, v, out.output, out.lse, do, algorithm=name, **what)
+            for name in ("hopper", "flash2-two-kernel")
+        )
+        for ours, theirs in zip(found, wanted, strict=True):
+            ours, theirs = ours.astype(float), theirs.astype(float)
+            assert np.isfinite(ours).all()
+            assert np.abs(ours - theirs).max() <= 4 * unit * np.abs(theirs).max()
 
 
-@LEFT_OUT
 def test_decoding_with_padding():
     q, k, v = made(2, 8, 1, 1, 5000, 128, "float16")
     what = ruled(5000, True, False)
@@ -114,7 +115,6 @@ def test_decoding_with_padding():
     right(out, "hopper_split_kv", q, k, v, **what)
 
 
-@LEFT_OUT
 def test_what_is_padding_does_not_leak():
     q, k, v = made(2, 4, 2, 300, 600, 64, "float16")
     what = ruled(600, True, False) | {"is_causal": True}
@@ -145,11 +145,11 @@ def test_every_pipeline_gives_the_same_bits_every_time(Br, Bc, d, stages, ping_p
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads, kv_heads, Nk", [(8, 1, 5000), (16, 16, 333), (128, 1, 4096)])
-def test_decoding(dtype, heads, kv_heads, Nk):
-    q, k, v = made(2, heads, kv_heads, 1, Nk, 128, dtype)
-    out = kernels.attention(q, k, v, algorithm="hopper_split_kv", enable_gqa=True)
-    right(out, "hopper_split_kv", q, k, v, enable_gqa=True)
+def test_decoding(dtype):
+    for heads, kv_heads, Nk in (8, 1, 5000), (16, 16, 333), (128, 1, 4096):
+        q, k, v = made(2, heads, kv_heads, 1, Nk, 128, dtype)
+        out = kernels.attention(q, k, v, algorithm="hopper_split_kv", enable_gqa=True)
+        right(out, "hopper_split_kv", q, k, v, enable_gqa=True)
 
 
 def test_large_logits_and_real_activations():
@@ -230,16 +230,16 @@ def drawn(batch, heads, kv_heads, Nq, Nk, d, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("d", [64, 72, 128])
-@pytest.mark.parametrize("Nq, Nk", [(1024, 1024), (1000, 1100), (77, 2000), (1, 700)])
-def test_gradients_are_at_most_twice_as_far_off_as_those_of_pytorch(dtype, is_causal, d, Nq, Nk):
-    q, k, v, do = drawn(2, 4, 2, Nq, Nk, d, dtype)
-    gradients_hold(q, k, v, do, is_causal=is_causal)
+def test_gradients_are_at_most_twice_as_far_off_as_those_of_pytorch(dtype, is_causal, d):
+    for Nq, Nk in (1024, 1024), (1000, 1100), (77, 2000), (1, 700):
+        q, k, v, do = drawn(2, 4, 2, Nq, Nk, d, dtype)
+        gradients_hold(q, k, v, do, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("window", [(100, 0), (50, 50)])
-def test_gradients_with_windows(window):
+def test_gradients_with_windows():
     q, k, v, do = drawn(1, 2, 2, 500, 500, 64, "float16")
-    gradients_hold(q, k, v, do, window=window)
+    for window in (100, 0), (50, 50):
+        gradients_hold(q, k, v, do, window=window)
 
 
 @pytest.mark.parametrize("Br, d", [(64, 64), (128, 64), (64, 128)])
