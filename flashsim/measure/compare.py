@@ -174,7 +174,7 @@ def _record(row: dict[str, Any], case: Case, data: dict[str, Any]) -> dict[str, 
     if case.algorithm != "split_kv":
         dram = dram_traffic(case, row["step"], slots, data["header"]["l2_bytes"])
     rates = {**data["ceilings"], **row, "copy": data["ceilings"]["copy_bytes_per_second"]}
-    launch = rates.get("launch_seconds", 0.0)  # of all launches, or unknown, in earlier data sets
+    launch = row["launch_seconds"]
     times = {
         "L2": cost.read_bytes / rates["l2_bytes_per_second"]
         + cost.written_bytes / rates["l2_written_bytes_per_second"],
