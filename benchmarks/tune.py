@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 
@@ -133,10 +134,14 @@ def main():
     parser.add_argument("--out", default="tiles.json")
     parser.add_argument("--predict", action="store_true", help="measure nothing; hopper")
     parser.add_argument("--algorithm", choices=("hopper", "ampere"))
-    parser.add_argument("--gpu", default="h200", help="the preset that is predicted for")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of heads")
+    presets = ("h200", "h100", "h100-pcie")
+    parser.add_argument("--gpu", default="h200", choices=presets, help="which is predicted for")
+    lengths = [TOKENS >> n for n in range(9)]
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, choices=lengths)
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, choices=WIDTHS)
     options = parser.parse_args()
+    if not Path(options.out).absolute().parent.is_dir():
+        parser.error(f"--out {options.out}: there is no such folder")
     preset, algorithm, room = device(options.gpu), options.algorithm or "hopper", HOPPER_ROOM
     if options.predict and algorithm == "ampere":
         sys.exit("tune: --predict is for --algorithm hopper, whose pipeline is simulated")

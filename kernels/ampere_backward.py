@@ -106,15 +106,22 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
     exp2, red_add = warp.exp2, warp.red_add
 
     @device
+    def as_it_is(x):
+        return x
+
+    # What follows from a block's number is computed anew at d = 128, where registers are short.
+    anew = warp.opaque if d == 128 else as_it_is
+
+    @device
     def columns_of(Nk, H):
-        """(key tile, key head, batch) of the block, afresh: kept, they would take registers."""
-        block, Tc = warp.opaque(uint32(cuda.blockIdx.x)), uint32((Nk + Bk - 1) // Bk)
+        """(key tile, key head, batch) of the block."""
+        block, Tc = anew(uint32(cuda.blockIdx.x)), uint32((Nk + Bk - 1) // Bk)
         return block % Tc, int32(block // Tc % uint32(H)), int32(block // Tc // uint32(H))
 
     @device
     def part_of_dQ(tid):
-        """(first row, first column) of a warp's part of dQ_i, afresh."""
-        w = uint32(warp.opaque(tid) >> 5)
+        """(first row, first column) of a warp's part of dQ_i."""
+        w = uint32(anew(tid) >> 5)
         return uint32(q_rows * (w % groups)), uint32(q_columns * (w // groups))
 
     @kernel(threads)

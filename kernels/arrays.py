@@ -71,8 +71,12 @@ class Operand:
         )
 
 
-def operand(name: str, x: Any) -> Operand:
+def operand(
+    name: str, x: Any, accepted: str = "float32, float16 or bfloat16 (a mask: or bool)"
+) -> Operand:
     """Describe an array: NumPy's, or any with `__cuda_array_interface__`.
+
+    accepted: which dtypes to name where it has another.
 
     Raises
     ------
@@ -89,20 +93,16 @@ def operand(name: str, x: Any) -> Operand:
         x = np.asarray(x)
         kind = _NAMES.get(x.dtype.str[1:])
         if kind is None or (kind == "bfloat16" and x.dtype.name != "bfloat16"):
-            raise _wrong_dtype(name, x.dtype.name)
+            raise bad_type(f"{name}.dtype", x.dtype.name, accepted)
         x = np.ascontiguousarray(x).reshape(x.shape)
         return Operand(name, kind, x.shape, x.strides, None, None, x, "numpy")
     kind = _NAMES.get(interface["typestr"][1:])
     if kind is None:
-        raise _wrong_dtype(name, interface["typestr"])
+        raise bad_type(f"{name}.dtype", interface["typestr"], accepted)
     shape = tuple(interface["shape"])
     strides = interface.get("strides") or contiguous(shape, int(interface["typestr"][2:]))
     address = interface["data"][0]
     return Operand(name, kind, shape, tuple(strides), address, _device(x, address), x, library)
-
-
-def _wrong_dtype(name: str, found: str) -> TypeError:
-    return bad_type(f"{name}.dtype", found, "float32, float16 or bfloat16 (a mask: or bool)")
 
 
 def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

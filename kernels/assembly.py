@@ -135,7 +135,7 @@ if __name__ == "__main__":
                 said = report(kernel_name, width, architecture, band=band)
                 print(width, kernel_name, architecture, said)
     for sizes in ((192, 128, 64), (128, 128, 128), (128, 112, 192), (128, 80, 256)):
-        print(sizes, "hopper", "sm_90a", hopper_report(*sizes, dtype="float16", band=True))
+        print(sizes, "hopper", "sm_90a", hopper_report(*sizes, True, dtype="float16", band=True))
     for sizes in ((128, 128, 64), (64, 128, 128)):
         said = hopper_backward_report(*sizes, dtype="float16", band=True)
         print(sizes, "hopper_backward", "sm_90a", said)

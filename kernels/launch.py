@@ -901,7 +901,8 @@ def checked(
     )
     shape = (*lead[:-1], heads, Nq, Nk) if lead else (Nq, Nk)
     mask, mask_kind = _mask(attn_mask, first, shape, (batch, heads, Nq, Nk))
-    keys = _table("key_padding_mask", key_padding_mask, first, (batch, Nk))
+    per_item = (batch, Nk), (*lead[:-1], Nk)
+    keys = _table("key_padding_mask", key_padding_mask, first, *per_item)
     blocks = _table("block_mask", block_mask, first, tiles and tuple(
         -(-n // b) for n, b in zip((Nq, Nk), checks.pair_of_tiles(tiles), strict=True)
     ))  # fmt: skip
@@ -981,17 +982,24 @@ def _mask(
     return whole.seen_as(*arrays.flattened(whole)), x.dtype
 
 
-def _table(name: str, table: Any, first: Operand, shape: Any) -> Any:
-    """A bool array of two dimensions, as bytes; None if there is none."""
+def _table(name: str, table: Any, first: Operand, *shapes: Any) -> Any:
+    """A bool array of the first shape, as bytes; None if there is none.
+
+    shapes: those that are accepted, of two dimensions, or of another number before the last.
+    """
     if table is None:
         return None
-    x = arrays.operand(name, table)
+    x = arrays.operand(name, table, "bool")
     if x.dtype != "bool":
         raise bad_type(f"{name}.dtype", x.dtype, "bool")
-    if x.shape != shape and int(np.prod(x.shape)) != int(np.prod(shape)):
-        raise bad(f"{name}.shape", x.shape, f"{shape}")
+    if x.shape not in shapes:
+        raise bad(f"{name}.shape", x.shape, " or ".join(map(str, dict.fromkeys(shapes))))
     if x.address is not None:
         _same_place(x, first)
     x = x.on_gpu()
-    strides = x.strides if len(x.shape) == 2 else (shape[1], 1)
-    return x.seen_as(tuple(shape), tuple(strides))
+    if len(x.shape) == 2:
+        return x.seen_as(shapes[0], x.strides)
+    (*batch, last), (*apart, item) = x.shape, x.strides
+    rows = replace(x, shape=(*batch, 1, 1, last), strides=(*apart, 0, 0, item))
+    by_batch, *_, item = arrays.flattened(rows)[1]
+    return x.seen_as(shapes[0], (by_batch, item))

@@ -314,6 +314,14 @@ def test_refusals_name_the_argument_its_value_and_what_is_accepted(simulator):
         ((f32,) * 3, {"tiles": (512, 512)}, "SharedMemoryError", "bytes of shared memory"),
         ((f32,) * 3, {"block_mask": np.ones((1, 1), bool)}, "ValueError", "tiles=None"),
         ((f32,) * 3, {"attn_mask": np.zeros((3, 3))}, "TypeError", "attn_mask.dtype"),
+        ((f32,) * 3, {"key_padding_mask": np.ones((1, 8))}, "TypeError", "expected bool"),
+        ((f32,) * 3, {"key_padding_mask": np.ones((8, 1), bool)}, "ValueError", "expected (1, 8)"),
+        (
+            (f32,) * 3,
+            {"block_mask": np.ones((4, 1), bool), "tiles": (4, 4)},
+            "ValueError",
+            "block_mask.shape=(4, 1): expected (2, 2)",
+        ),
         ((f32,) * 3, {"pretend": "no usable NVIDIA GPU"}, "RuntimeError", "no usable NVIDIA GPU"),
     ]:
         found, message = simulator.call("refused", *arrays, **what)

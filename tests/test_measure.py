@@ -293,19 +293,38 @@ def test_compare_fails_where_bytes_are_not_those_of_the_model(tmp_path):
     assert "1.020" in result.stdout
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "3", "not JSON", '{"header": {}, "rows": []}'])
+NOTHING = '{"header": {}, "ceilings": {}, "rows": []}'
+NO_ROW = '{"header": {}, "ceilings": {}, "rows": [1]}'
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "3", "not JSON", NOTHING, NO_ROW])
 def test_compare_refuses_another_file_in_one_line(tmp_path, text):
     file = tmp_path / "other.json"
     file.write_text(text)
     refused("expected a data set", "compare", file)
 
 
-def test_compare_refuses_a_row_that_lacks_something(tmp_path):
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        (
+            "blocks_per_sm",
+            None,
+            "rows[1] of the data set is not as `flashsim bench",
+        ),
+        ("ms", float("nan"), "ms=nan: expected a positive number"),
+        ("shape", [4, 16], "rows[1]"),
+        ("step", "bogus", "bogus"),
+    ],
+)
+def test_compare_refuses_a_row_that_lacks_something_or_is_wrong(tmp_path, name, value, said):
     data = recorded()
-    del data["rows"][0]["blocks_per_sm"]
+    del data["rows"][1][name]
+    if value is not None:
+        data["rows"][1][name] = value
     file = tmp_path / "short.json"
     write(data, file)
-    refused("blocks_per_sm", "compare", file)
+    refused(said, "compare", file)
 
 
 def refused(said, *arguments, **environment):

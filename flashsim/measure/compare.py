@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import bad
 from ..cost.cache import DramCost, dram_cost
 from ..memory import Traffic
 from .cases import LOAD_ONLY, Case, from_dict
@@ -99,11 +100,12 @@ def recorded(file: Path | str | None = None) -> dict[str, Any]:
     """
     path = RECORDED if file is None else Path(file)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        whole = all(name in data for name in ("header", "ceilings", "rows"))
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError):
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        whole = all(isinstance(data[name], dict) for name in ("header", "ceilings"))
+        whole = whole and bool(data["rows"]) and all(isinstance(row, dict) for row in data["rows"])
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError):
         whole = False
-    if not whole or not isinstance(data, dict):
+    if not whole:
         raise ValueError(f"{path}: expected a data set that `flashsim bench --json` wrote")
     return data
 
@@ -118,12 +120,16 @@ def compare(data: dict[str, Any] | None = None) -> Comparison:
     """
     data = recorded() if data is None else data
     peers = [row for row in data["rows"] if row.get("step") == "peer"]
-    try:
-        records = [
-            _record(row, from_dict(row), data) for row in data["rows"] if row.get("step") != "peer"
-        ]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"the data set: a row lacks or has an unusable {error}") from None
+    records = []
+    for n, row in enumerate(data["rows"]):
+        if row.get("step") == "peer":
+            continue
+        try:
+            records.append(_record(row, from_dict(row), data))
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            wrong = f"no {error}" if isinstance(error, KeyError) else str(error)
+            written = "as `flashsim bench --json` of this version writes it"
+            raise ValueError(f"rows[{n}] of the data set is not {written}: {wrong}") from None
     loads_ms = {_twin(r): r["ms"] for r in records if r["loads_only"]}
     for r in records:  # without a twin, as the model says
         at_least_half = 2 * loads_ms.get(_twin(r), r["ms"]) >= r["ms"]
@@ -168,6 +174,8 @@ def _ranks(values: Any) -> Any:
 
 
 def _record(row: dict[str, Any], case: Case, data: dict[str, Any]) -> dict[str, Any]:
+    if not 0 < row["ms"] < float("inf"):
+        raise bad("ms", row["ms"], "a positive number")
     cost = case.cost(row["step"], row["parts"])
     slots = row["blocks_per_sm"] * data["header"]["multiprocessors"]
     dram: Traffic = cost  # split_kv reads each element once, and more than the L2 holds
