@@ -17,16 +17,18 @@ from . import (
     flash2_backward,
     flash2_two_kernels,
     gpu,
+    gradients,
     hopper,
     hopper_backward,
     launch,
     load_only,
     masks,
+    padding,
     split_kv,
     standard,
 )
 from .gpu import types
-from .warpgroup_tiles import WarpgroupTile
+from .warpgroup_tiles import WARPGROUP, WarpgroupTile
 
 ROOM = 227 * 1024  # bytes of shared memory a block may have on compute capability 9.0
 # Of each kernel, the row of the registry whose default tiles it takes.
@@ -41,17 +43,23 @@ FORWARD = {
     "load_only flash2": "flash2",
     "load_only flash1": "flash1",
     "ampere": "ampere",
+    "keys": "hopper",
 }
 BACKWARD = {
+    "zeros": "flash2",
+    "round": "flash2",
     "D": "flash2",
     "flash2_backward": "flash2",
     "dKdV": "flash2-two-kernel",
     "dQ": "flash2-two-kernel",
     "flash1_backward": "flash1",
     "ampere_backward": "ampere",
+    "statistics": "hopper",
+    "finish": "hopper",
 }
 NAMES = (*FORWARD, *BACKWARD)
-TENSOR_CORES = ("ampere", "ampere_backward")
+TENSOR_CORES = ("ampere", "ampere_backward", "statistics", "finish")  # and what goes with them
+BY_ROWS = ("softmax", "merge", "D", "zeros", "round", "keys", "statistics")  # without a tile
 
 
 def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, Any]:
@@ -63,7 +71,11 @@ def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, An
         f = dataclasses.replace(f, dtype="float16")
     stored = types.float32 if f.dtype == "float32" else types.uint16
     A, F = (types.Array(t, 4, "C") for t in (stored, types.float32))
-    L, R, i = types.Array(types.float32, 3, "C"), masks.rule_types(f), types.int64
+    L, M = (types.Array(types.float32, n, "C") for n in (3, 2))
+    R, i = masks.rule_types(f), types.int64
+    keys, rank, walked = (
+        types.Array(t, n, "C") for t, n in ((types.uint8, 2), (types.int32, 2), (types.int32, 3))
+    )
     back = name in BACKWARD
     row = launch.BACKWARD[BACKWARD[name]] if back else launch.KERNELS[FORWARD[name]]
     tile = row.tile(*launch.default_tiles(row, d, ROOM, f=f), d, results=row.results)
@@ -83,6 +95,11 @@ def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, An
             (A, A, A, A, L, L, F, A, A, *R),
         ),
         "load_only flash1": (lambda: load_only.load_only_1(tile, f), (A, A, A, F, L, L, *R)),
+        "keys": (lambda: padding.walked_tiles(tile.Bc, rows), (keys, rank, walked)),
+        "zeros": (lambda: gradients.zeros(launch.ROWS, d, rows), (F,)),
+        "round": (lambda: gradients.rounded(launch.ROWS, d, f.dtype, rows), (F, A)),
+        "statistics": (lambda: hopper_backward.row_statistics(d, rows, f.dtype), (A, A, L, M, M)),
+        "finish": (lambda: hopper_backward.finish(tile, f.dtype), (M, A, types.float32)),
         "D": (lambda: flash2_backward.row_dots(launch.ROWS, d, rows, f.dtype), (A, A, L)),
         "flash2_backward": (
             lambda: flash2_backward.flash_attention_2_backward(tile.swapped, f),
@@ -104,8 +121,8 @@ def kernel_and_types(name: str, d: int, f: masks.Features) -> tuple[Any, Any, An
 def report(name: str, d: int, arch: str, **features: Any) -> dict[str, int]:
     """Registers, spills and local memory of a kernel on an architecture, by nvJitLink."""
     function, signature, tile = kernel_and_types(name, d, masks.Features(**features))
-    one_row = name in ("softmax", "merge", "D")
-    threads = gpu.ROW_THREADS if one_row else tile.threads
+    own = WARPGROUP if name == "finish" else tile.threads
+    threads = gpu.ROW_THREADS if name in BY_ROWS else own
     return {"threads": threads, **gpu.linked(function, signature, arch)}
 
 
