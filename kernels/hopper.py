@@ -7,7 +7,8 @@ tile j - 1 in one go, and computes the softmax of tile j while O is still under 
 and matrix products overlap within a warpgroup, not only across warpgroups.
 
 There are as many blocks as multiprocessors. A block takes one tile of queries after the other, and
-the producer is ahead: it loads for the next while the consumers finish the last. A consumer leaves
+the producer is ahead: it loads for the next while the consumers finish the last. So are they: the
+last O of a tile of queries is asked for together with the first S of the next. A consumer leaves
 out the key tiles of which its own 64 queries see nothing. With a mask, 0 times inf must not count,
 so the producer's other warps look through the values of border tiles, before they are used. With
 padding they make those of padded keys 0; which tiles have a real key is known beforehand.
@@ -49,7 +50,7 @@ from .ptx.warpgroup import (
 )
 from .ptx.wgmma import PANEL, ROW_BYTES, descriptor, pin, wgmma_wait_group
 from .warp_tiles import row_sum
-from .warpgroup_tiles import ALIGNED, ROWS, WARPGROUP, WORDS, WarpgroupTile
+from .warpgroup_tiles import ALIGNED, ROWS, TURNS, WARPGROUP, WORDS, WarpgroupTile
 
 NONE = -1  # no item of work is left
 L2_BYTES = 32 << 20  # for the K and V of a section: an H100 has 50 MB, and Q and O pass through too
@@ -134,11 +135,11 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     turns, written, cleared, looked = 1, 1 + consumers, 1 + 2 * consumers, 2 + 2 * consumers
     pair, computing, looking = 2 * WARPGROUP, consumers * WARPGROUP, WARPGROUP - 32  # threads
     padded, dropout, masked = f.keys, f.dropout, f.band or f.keys
-    # Whether inner tiles have steps of their own: at d = 128 it is slower without a band.
-    apart = not padded and (d == PANEL or (banded and d <= 128))
+    apart = not padded and d <= 128
     key_words = tile.key_words
-    slots_at, kept_words = words_at + 12 * WORDS + 4 * stages, warp_tiles.kept_words(Bc)
+    slots_at, kept_words = words_at + 4 * TURNS * WORDS + 4 * stages, warp_tiles.kept_words(Bc)
     lookers, ahead = 1 if masked else 0, places > 1  # ahead: Q_i is loaded before O_(i-1) has left
+    later = max(0, places - 2)  # turns after which a place is given back
 
     few, many = tile.registers_with_padding if f.keys else tile.registers
     give_up, take = setmaxnreg_dec(few), setmaxnreg_inc(many)
@@ -146,6 +147,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     start_S = warpgroup_tiles.rows_by_rows(Br, Bc, d, f.dtype)
     start_O = warpgroup_tiles.rows_by_columns(Bc, d, f.dtype)
     all_but_one, all_products = wgmma_wait_group(1), wgmma_wait_group(0)
+    have_left = tma_wait_group_read(later)
     have_S, have_O = pin(RS), pin(RO)
     mask_after, mask_before = warpgroup_tiles.mask_after(Bc), warpgroup_tiles.mask_before(Bc)
     softmax, rounded = warpgroup_tiles.softmax(Bc), warpgroup_tiles.rounded(Bc, f.dtype)
@@ -170,7 +172,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
 
     @device
     def place(turn):
-        """Of the two that Q_i, and then O_i, may have."""
+        """Of those that Q_i, and then O_i, may have."""
         return uint32(uint32(turn) % uint32(places))
 
     @device
@@ -182,6 +184,12 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         """Until it is full, or, one phase before, empty."""
         phase = uint32(uint32(turn) // uint32(places) + uint32(before))
         mbarrier_wait(bar_of_Q(base, which, turn), uint32(phase % uint32(2)))
+
+    @device
+    def give_back(base, turn):
+        """The place of a turn's Q and O, or with three places that of the turn before it."""
+        if turn >= later:
+            mbarrier_arrive(bar_of_Q(base, empty_Q, turn - uint32(later)))
 
     @device
     def bar(base, which, n):
@@ -210,14 +218,15 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
 
     @device
     def told_at(sm, base, turn):
-        """Where it says what to do in a turn, in 32-bit words: three turns are kept."""
+        """Where it says what to do in a turn, in 32-bit words: a few turns are kept."""
         first = uint32(base + uint32(words_at) - shared_address(sm, 0))
-        return uint32(uint32(first // uint32(4)) + uint32(uint32(turn % uint32(3)) * uint32(WORDS)))
+        slot = uint32(uint32(turn) % uint32(TURNS))
+        return uint32(uint32(first // uint32(4)) + uint32(slot * uint32(WORDS)))
 
     @device
     def seen_at(sm, base, n):
         """Where it says which tile was seen to have inf or NaN, in the stage of the n-th."""
-        first = uint32(base + uint32(words_at + 12 * WORDS) - shared_address(sm, 0))
+        first = uint32(base + uint32(words_at + 4 * TURNS * WORDS) - shared_address(sm, 0))
         return uint32(uint32(first // uint32(4)) + stage(n))
 
     @device
@@ -313,7 +322,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         item = uint32(cuda.blockIdx.x)
         if turn > 0:
             item = uint32(uint32(cuda.gridDim.x) + cuda.atomic.add(counter, 0, uint32(1)))
-        H, Nq = uint32(L.shape[1]), uint32(L.shape[2])
+        H, Nq = opaque(uint32(L.shape[1])), opaque(uint32(L.shape[2]))  # not kept, nor what follows
         Tr = uint32(uint32(Nq + uint32(Br - 1)) // uint32(Br))
         heads, told = uint32(L.shape[0] * H), told_at(sm, base, turn)
         if item >= uint32(Tr * heads):
@@ -338,15 +347,13 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         Q, K, V, L, counter, sm, words, base, Nk, lo, hi, group, section, batch, span, rules
     ):
         """One thread asks for the tiles of one turn of work after the other."""
-        fence_tensor_map(Q)
-        fence_tensor_map(K)
-        fence_tensor_map(V)
         turn, before = uint32(0), uint32(0)  # key tiles before this turn's
         tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span, rules)
         while True:
-            wait_for_Q(base, empty_Q, turn, 1)
-            full = bar_of_Q(base, full_Q, turn)
-            told = told_at(sm, base, turn)
+            here = opaque(base)  # what is kept would take registers
+            wait_for_Q(here, empty_Q, turn, 1)
+            full = bar_of_Q(here, full_Q, turn)
+            told = told_at(sm, here, turn)
             i0, h, first, stop = words[told], words[told + 1], words[told + 3], words[told + 4]
             key_head, b = words[told + 5], words[told + 6]
             if i0 == NONE:
@@ -354,17 +361,17 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             mbarrier_expect_tx(full, Q_bytes)  # load Q_i
             for c in range(d // PANEL):
                 for w in range(consumers):
-                    to = uint32(Q_at(base, turn) + uint32(c * Q_panel + w * box))
+                    to = uint32(Q_at(here, turn) + uint32(c * Q_panel + w * box))
                     tma_load(to, Q, PANEL * c, i0 + ROWS * w, h, b, full)
             last = uint32(before + stop - first)
             for c in range(int32(before), int32(last)):
-                n = opaque(uint32(c))  # what steps of the loop share would take registers
+                n, here = opaque(uint32(c)), opaque(base)
                 j0 = uint32((first + c - before) * Bc)
-                wait_until_empty(base, empty_K, n)  # load K_j, V_j
-                j0 = announce(sm, words, base, n, rules, b, j0)
-                load_KV(tile_at(base, K_at, n), K, j0, key_head, b, bar(base, full_K, n))
-                wait_until_empty(base, empty_V, n)
-                load_KV(tile_at(base, V_at, n), V, j0, key_head, b, bar(base, full_V, n))
+                wait_until_empty(here, empty_K, n)  # load K_j, V_j
+                j0 = announce(sm, words, here, n, rules, b, j0)
+                load_KV(tile_at(here, K_at, n), K, j0, key_head, b, bar(here, full_K, n))
+                wait_until_empty(here, empty_V, n)
+                load_KV(tile_at(here, V_at, n), V, j0, key_head, b, bar(here, full_V, n))
                 if n == before:  # for the next turn, while these are under way
                     then = uint32(turn + 1)
                     tell(
@@ -396,7 +403,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             i0, first, stop = int32(words[told]), words[told + 3], words[told + 4]
             bar_sync(looked, looking)
             if mine == 0:
-                mbarrier_arrive(bar_of_Q(base, empty_Q, turn))
+                give_back(base, turn)
             if i0 == NONE:
                 break
             j0, last = int32(first * Bc), uint32(before + stop - first)
@@ -452,22 +459,18 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             bar_sync(turns + warpgroup, pair)
 
     @device
-    def give_turn(warpgroup, more):
-        """To the next consumer; the last gives it to the first, if there are more tiles."""
+    def give_turn(warpgroup):
+        """To the next consumer; the last gives it to the first, for the next tile."""
         if ping_pong:
-            if warpgroup < consumers - 1:
-                bar_arrive(turns + 1 + warpgroup, pair)
-            elif more:
-                bar_arrive(turns, pair)
+            bar_arrive(turns + (warpgroup + 1 if warpgroup < consumers - 1 else 0), pair)
 
     @device
-    def pass_over(sm, words, base, n, before, last, O, i0, j0, lo, hi, warpgroup, leader):
+    def pass_over(sm, words, base, n, O, i0, j0, lo, hi, warpgroup, leader):
         """The n-th key tile, of which this warpgroup sees nothing."""
         wait_until_full(base, full_K, n)
         j0 = first_key(sm, words, base, n, j0)
-        if n > before:
-            take_turn(warpgroup)
-            give_turn(warpgroup, n + 1 < last)
+        take_turn(warpgroup)
+        give_turn(warpgroup)
         wait_until_full(base, full_V, n)
         if border(i0, j0, lo, hi):
             set_aside(sm, words, base, n, O, i0 + warpgroup * ROWS - j0, lo, hi)
@@ -534,8 +537,8 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         def step_of_walk(held, given, n, j0):
             """S of the n-th tile, O of the one before; j0: its first key, and of the n-th after."""
             S, P, O, m, l, alpha, keep = held
-            q, sm, words, base, rules, last, turn, i0, r0, Nk, lo, hi, scale = given[:13]
-            warpgroup, leader, tid = given[13:]
+            q, sm, words, base, rules, turn, i0, r0, Nk, lo, hi, scale = given[:12]
+            warpgroup, leader, tid = given[12:]
             if careful and border(i0, j0, lo, hi):
                 set_aside(sm, words, base, n - 1, O, r0 - j0, lo, hi)
             wait_until_full(base, full_K, n)
@@ -545,7 +548,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             wait_until_full(base, full_V, n - 1)
             Vj = descriptor(tile_at(base, V_at, n - 1), KV_panel)
             start_O(O, P, Vj)  # O += PV, one behind
-            give_turn(warpgroup, n + 1 < last)
+            give_turn(warpgroup)
             next_key = first_key(sm, words, base, n, int32(j0 + Bc))
             choose(keep, sm, words, base, turn, rules, warpgroup, next_key)
             all_but_one()
@@ -586,7 +589,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
 
     @device
     def walk_inner_apart(held, given, n, n_stop, j0):
-        i0, Nk, lo, hi = given[7], given[9], given[10], given[11]
+        i0, Nk, lo, hi = given[6], given[8], given[9], given[10]
         while n < n_stop:
             inner_stop = min(n_stop, int32(n + inner_after(i0, j0, Nk, lo, hi)))
             while n < inner_stop:
@@ -613,41 +616,137 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             tma_commit_group()
 
     @device
-    def nothing_yet(O, m, l):
-        """O = 0, m = -inf, l = 0: before the first key."""
-        for n in range(RO):
-            O[n] = float32(0)
+    def nothing_yet(m, l):
+        """m = -inf, l = 0: before the first key."""
         for r in range(2):
             m[r] = -float32(float("inf"))
             l[r] = float32(0)
 
     @device
-    def finish(O, L, Oi, m, l, alpha, sm, words, base, turn, tid, leader, scale):
-        """Write O_i and L_i of a turn."""
-        told = told_at(sm, base, opaque(turn))  # read again: kept, it would take registers
-        thread = opaque(tid)
-        w, t = uint32(thread // uint32(WARPGROUP)), uint32(thread % uint32(4))
-        within = row_within(thread)
-        r0, h, b = int32(words[told] + w * ROWS), words[told + 1], words[told + 2]
-        row, Nq = int32(r0 + within), uint32(L.shape[2])
-        for r in range(2):
-            l[r] = row_sum(l[r])
-            alpha[r] = reciprocal(l[r]) if l[r] != float32(0) else float32(0)
-            if t == 0 and row + 8 * r < Nq:
-                shift = m[r] * scale if m[r] != -float32(float("inf")) else float32(0)
-                L[b, h, row + 8 * r] = shift * float32(ln2) + log(l[r])
-        rescale(Oi, alpha)
-        if wide:
-            store_wide(O[b, h], Oi, row, Nq)
-        else:
-            write(O, Oi, sm, base, turn, w, leader, within, r0, h, b)
+    def empty(O):
+        for n in range(RO):
+            O[n] = float32(0)
 
     @device
-    def let_go(base, turn):
-        """O_i has left, and its place is free for another Q."""
-        if not wide:
-            tma_wait_group_read()
-        mbarrier_arrive(bar_of_Q(base, empty_Q, turn))
+    def row_of(words, told, thread):
+        """The first of a thread's two rows, in a turn."""
+        w = uint32(thread // uint32(WARPGROUP))
+        return int32(words[told] + w * ROWS + row_within(thread))
+
+    @device
+    def settle(L, m, l, over, sm, words, base, turn, tid, scale):
+        """Write L_i of a turn; over = 1 / l, or 0 if no key counts."""
+        told = told_at(sm, base, opaque(turn))  # read again: kept, it would take registers
+        thread = opaque(tid)
+        t, row, Nq = uint32(thread % uint32(4)), row_of(words, told, thread), uint32(L.shape[2])
+        h, b = uint32(words[told + 1]), uint32(words[told + 2])
+        for r in range(2):
+            l[r] = row_sum(l[r])
+            over[r] = reciprocal(l[r]) if l[r] != float32(0) else float32(0)
+            if t == 0 and row + 8 * r < Nq:
+                shift = m[r] * scale if m[r] != -float32(float("inf")) else float32(0)
+                L[b, h, uint32(row + 8 * r)] = shift * float32(ln2) + log(l[r])
+
+    @device
+    def leave(O, Oi, over, sm, words, base, turn, tid, leader, Nq):
+        """Write O_i of a turn, and give a place to another Q."""
+        told, thread = told_at(sm, base, opaque(turn)), opaque(tid)
+        w = uint32(thread // uint32(WARPGROUP))
+        h, b = words[told + 1], words[told + 2]
+        rescale(Oi, over)
+        if wide:
+            store_wide(O[b, h], Oi, row_of(words, told, thread), Nq)
+            bar_sync(written + w, WARPGROUP)  # all have read what they were told
+        else:
+            r0 = int32(words[told] + w * ROWS)
+            write(O, Oi, sm, base, turn, w, leader, row_within(thread), r0, h, b)
+        if leader:
+            if not wide:
+                have_left()
+            give_back(base, turn)
+
+    @device
+    def finish(O, L, Oi, m, l, alpha, sm, words, base, turn, tid, leader, scale):
+        """Write O_i and L_i of a turn."""
+        settle(L, m, l, alpha, sm, words, base, turn, tid, scale)
+        leave(O, Oi, alpha, sm, words, base, turn, tid, leader, L.shape[2])
+
+    @device
+    def first_scores(held, given, n, j0):
+        """S of a turn's first tile, the n-th, alone; j0: its first key."""
+        S, P, _, m, l, alpha, keep = held
+        q, sm, words, base, rules, turn, _, r0, Nk, lo, hi, scale = given[:12]
+        warpgroup, leader, tid = given[12:]
+        wait_until_full(base, full_K, n)
+        take_turn(warpgroup)
+        start_S(S, descriptor(q, 0), descriptor(tile_at(base, K_at, n), 0))  # S = QKᵀ
+        give_turn(warpgroup)
+        j0 = first_key(sm, words, base, n, j0)
+        choose(keep, sm, words, base, turn, rules, warpgroup, j0)
+        all_products()
+        have_S(S, 0)
+        if leader:
+            mbarrier_arrive(bar(base, empty_K, n))
+        mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi)
+        softmax(S, m, l, alpha, scale)
+        weigh(S, P, keep, rules)
+        return j0
+
+    @device
+    def last_product(held, sm, words, base, n, i0, r0, j0, lo, hi, leader):
+        """O += PV of a turn's last tile, the n-th, alone."""
+        P, O = held[1], held[2]
+        if border(i0, j0, lo, hi):
+            set_aside(sm, words, base, n, O, r0 - j0, lo, hi)
+        wait_until_cleared(sm, words, base, n)
+        wait_until_full(base, full_V, n)
+        start_O(O, P, descriptor(tile_at(base, V_at, n), KV_panel))
+        all_products()
+        have_O(O, 0)
+        if leader:
+            mbarrier_arrive(bar(base, empty_V, n))
+
+    @device
+    def turn_over(held, given, O, L, n, j_before, j0):
+        """S of a turn's first tile, and O of the last tile of the turn before, which then leaves.
+
+        One could follow the other, but then nothing would be computed beside a softmax. j_before,
+        j0: the first key of the one tile, and of the other.
+        """
+        S, P, Oi, m, l, alpha, keep = held
+        q, sm, words, base, rules, turn, _, r0, Nk, lo, hi, scale = given[:12]
+        warpgroup, leader, tid = given[12:]
+        over = cuda.local.array(2, float32)
+        if banded:
+            i_before = int32(words[told_at(sm, base, opaque(turn - 1))])
+            if border(i_before, j_before, lo, hi):
+                i = int32(i_before + warpgroup * ROWS - j_before)
+                set_aside(sm, words, base, n - 1, Oi, i, lo, hi)
+        wait_until_full(base, full_K, n)
+        take_turn(warpgroup)
+        start_S(S, descriptor(once_more(q), 0), descriptor(tile_at(base, K_at, n), 0))
+        wait_until_cleared(sm, words, base, n - 1)
+        wait_until_full(base, full_V, n - 1)
+        start_O(Oi, P, descriptor(tile_at(base, V_at, n - 1), KV_panel))
+        give_turn(warpgroup)
+        settle(L, m, l, over, sm, words, base, opaque(turn) - 1, tid, scale)
+        nothing_yet(m, l)
+        j0 = first_key(sm, words, base, n, j0)
+        choose(keep, sm, words, base, turn, rules, warpgroup, j0)
+        all_but_one()
+        have_S(S, 0)
+        if leader:
+            mbarrier_arrive(bar(base, empty_K, n))
+        mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi)
+        softmax(S, m, l, alpha, scale)
+        all_products()
+        have_O(Oi, 0)
+        if leader:
+            mbarrier_arrive(bar(base, empty_V, opaque(n) - 1))
+        weigh(S, P, keep, rules)
+        leave(O, Oi, over, sm, words, base, turn - 1, tid, leader, L.shape[2])
+        empty(Oi)
+        return j0
 
     @kernel(tile.threads)
     def hopper(Q, K, V, O, L, counter, Nk, lo, hi, scale, group, section, batch, span, rules):
@@ -670,6 +769,10 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                 mbarrier_init(bar(base, looked_V, n), 1)
                 words[seen_at(sm, base, n)] = 0
             fence_mbarrier_init()
+        elif warpgroup == consumers and leader:
+            fence_tensor_map(Q)
+            fence_tensor_map(K)
+            fence_tensor_map(V)
         cuda.syncthreads()
 
         if warpgroup == consumers:
@@ -692,94 +795,77 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             l = cuda.local.array(2, float32)
             alpha = cuda.local.array(2, float32)
             keep = cuda.local.array(kept_words, uint32)
+            held = S, P, Oi, m, l, alpha, keep
             turn, before = uint32(0), uint32(0)  # key tiles before this turn's
+            j0, owes = int32(0), False  # whether the last tile is not in O yet
             if not wide and leader:
                 fence_tensor_map(O)
+            if ping_pong and warpgroup == consumers - 1:
+                bar_arrive(turns, pair)  # the first consumer has the first turn
 
             while True:
                 wait_for_Q(base, full_Q, turn, 0)
                 told = told_at(sm, base, turn)
                 i0 = int32(words[told])
-                r0, j0, last = i0, int32(0), before
+                r0, j_first = i0, int32(0)
                 n_first, n_stop = before, before  # from here to there the warpgroup sees something
-                q = uint32(Q_at(base, turn) + warpgroup * uint32(box))  # where the warpgroup's Q is
+                again = uint32(opaque(tid) // uint32(WARPGROUP))  # kept, it would take a register
+                q = uint32(Q_at(base, turn) + again * uint32(box))  # where the warpgroup's Q is
                 if i0 != NONE:
-                    j_first, j_stop = words[told + 3], words[told + 4]
+                    first_tile, stop_tile = words[told + 3], words[told + 4]
                     r0 = int32(i0 + warpgroup * ROWS)  # the warpgroup's first row
-                    last = uint32(before + j_stop - j_first)  # key tiles with this item's
                     first, stop = seen_from(
-                        rules, words[told + 6], r0, ROWS, j_first, j_stop, L.shape[2], lo, hi
+                        rules, words[told + 6], r0, ROWS, first_tile, stop_tile, L.shape[2], lo, hi
                     )
                     if first < stop:
-                        n_first = uint32(before + first - j_first)
+                        n_first = uint32(before + first - first_tile)
                         n_stop = uint32(n_first + stop - first)
-                    if ping_pong and warpgroup == consumers - 1 and last - before > 1:
-                        bar_arrive(turns, pair)  # the first consumer has the first turn
-                    j0 = int32(j_first * Bc)
-                    for n in range(int32(before), int32(n_first)):
-                        pass_over(
-                            sm, words, base, n, before, last, Oi, i0, j0, lo, hi, warpgroup, leader
-                        )
-                        j0 = int32(j0 + Bc)
-                if n_first < n_stop:
-                    wait_until_full(base, full_K, n_first)
-                    j0 = first_key(sm, words, base, n_first, j0)
-                    if n_first > before:
-                        take_turn(warpgroup)
-                    Kj = descriptor(tile_at(base, K_at, n_first), 0)
-                    start_S(S, descriptor(q, 0), Kj)  # S = QKᵀ
-                    if n_first > before:
-                        give_turn(warpgroup, n_first + 1 < last)
-                    if ahead and turn > 0:
-                        finish(O, L, Oi, m, l, alpha, sm, words, base, turn - 1, tid, leader, scale)
-                    nothing_yet(Oi, m, l)
-                    choose(keep, sm, words, base, turn, rules, warpgroup, j0)
-                    all_products()
-                    have_S(S, 0)
-                    if leader:
-                        mbarrier_arrive(bar(base, empty_K, n_first))
-                    mask(S, sm, words, base, n_first, r0, j0, tid, Nk, lo, hi)
-                    softmax(S, m, l, alpha, scale)
-                    weigh(S, P, keep, rules)
-                    if ahead and turn > 0 and leader:
-                        let_go(base, turn - 1)
-                    held = S, P, Oi, m, l, alpha, keep
-                    given = (
-                        q, sm, words, base, rules, last, turn, i0, r0, Nk, lo, hi, scale,
-                        warpgroup, leader, tid,
-                    )  # fmt: skip
-                    j0 = walk(held, given, int32(n_first + 1), int32(n_stop), j0)
-                    if border(i0, j0, lo, hi):
-                        set_aside(sm, words, base, n_stop - 1, Oi, r0 - j0, lo, hi)
-                    wait_until_cleared(sm, words, base, n_stop - 1)
-                    wait_until_full(base, full_V, n_stop - 1)
-                    start_O(Oi, P, descriptor(tile_at(base, V_at, n_stop - 1), KV_panel))
-                    all_products()
-                    have_O(Oi, 0)
-                    if leader:
-                        mbarrier_arrive(bar(base, empty_V, n_stop - 1))
-                    j0 = int32(j0 + Bc)
+                    j_first = int32(first_tile * Bc)
+                given = (
+                    q, sm, words, base, rules, turn, i0, r0, Nk, lo, hi, scale, warpgroup, leader,
+                    tid,
+                )  # fmt: skip
+                if owes and n_first == before and n_first < n_stop:
+                    j0 = turn_over(held, given, O, L, n_first, j0, j_first)
                 else:
+                    if owes:
+                        i_before = int32(words[told_at(sm, base, opaque(turn - 1))])
+                        r_before = int32(i_before + warpgroup * ROWS)
+                        last_product(
+                            held, sm, words, base, before - 1, i_before, r_before, j0, lo, hi,
+                            leader,
+                        )  # fmt: skip
                     if ahead and turn > 0:
                         finish(O, L, Oi, m, l, alpha, sm, words, base, turn - 1, tid, leader, scale)
-                        bar_sync(written + warpgroup, WARPGROUP)
-                        if leader:
-                            let_go(base, turn - 1)
-                    nothing_yet(Oi, m, l)
-                if i0 == NONE:
-                    break
+                    if i0 == NONE:
+                        break
+                    nothing_yet(m, l)
+                    empty(Oi)
+                    for n in range(int32(before), int32(n_first)):
+                        pass_over(sm, words, base, n, Oi, i0, j_first, lo, hi, warpgroup, leader)
+                        j_first = int32(j_first + Bc)
+                    j0 = j_first
+                    if n_first < n_stop:
+                        j0 = first_scores(held, given, n_first, j_first)
+                owes = False
+                if n_first < n_stop:
+                    j0 = walk(held, given, int32(n_first + 1), int32(n_stop), j0)
+                told = told_at(sm, base, opaque(turn))  # read again: kept, it would take a register
+                last = uint32(before + words[told + 4] - words[told + 3])  # tiles with this turn's
+                if n_first < n_stop:
+                    owes = ahead and n_stop == last
+                    if not owes:
+                        last_product(held, sm, words, base, n_stop - 1, i0, r0, j0, lo, hi, leader)
+                    j_first = int32(j0 + Bc)
                 for n in range(int32(n_stop), int32(last)):
-                    pass_over(
-                        sm, words, base, n, before, last, Oi, i0, j0, lo, hi, warpgroup, leader
-                    )
-                    j0 = int32(j0 + Bc)
+                    pass_over(sm, words, base, n, Oi, i0, j_first, lo, hi, warpgroup, leader)
+                    j_first = int32(j_first + Bc)
 
                 if not ahead:
                     finish(O, L, Oi, m, l, alpha, sm, words, base, turn, tid, leader, scale)
-                    bar_sync(written + warpgroup, WARPGROUP)
-                    if leader:
-                        let_go(base, turn)
                 before, turn = last, uint32(turn + 1)
+            if warpgroup == 0:
+                take_turn(warpgroup)  # which nobody has taken
             if not wide and leader:
                 tma_wait_group()
 

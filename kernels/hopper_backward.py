@@ -297,6 +297,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
     start_dKV = warpgroup_tiles.rows_by_columns(Br, d, f.dtype)
     start_dQ = warpgroup_tiles.columns_by_columns(Bc, queries, f.dtype)
     all_but_one, all_products = wgmma_wait_group(1), wgmma_wait_group(0)
+    have_left = tma_wait_group_read(0)
     have_S, have_dKV, have_dQ = pin(RS), pin(RK), pin(RQ)
     partial = warpgroup_tiles.partial_transposed(Br, banded)
     clear_masked = warpgroup_tiles.clear_masked(Br, banded)
@@ -632,7 +633,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                 put_dS(sm, (place(begin, at_dS, dS_bytes, n) + mine_in) >> uint32(1), dS, within)
                 fence_proxy_async()
                 if leader:
-                    tma_wait_group_read()
+                    have_left()
                 bar_sync(everyone, computing)  # dS is there, and the place for dQ is free
                 hidden = border(j0, i0, lo, hi)
                 if banded and hidden and bad_K:

@@ -46,7 +46,8 @@ def merge(parts: int, d: int, threads: int, dtype: str) -> Any:
         tid = uint32(cuda.threadIdx.x)
         g, t = uint32(tid // uint32(wide)), uint32(tid % uint32(wide))
         B, H, Nq = uint32(O.shape[0]), uint32(O.shape[1]), uint32(O.shape[2])
-        i, bh = uint32(cuda.blockIdx.x % Nq), uint32(cuda.blockIdx.x // Nq)
+        row = uint32(cuda.blockIdx.x)
+        i, bh = uint32(row % Nq), uint32(row // Nq)
         h, b = uint32(bh % H), uint32(bh // H)
         x = cuda.local.array(LOADS, float32)
         fetch(x, O_parts, B, b, h, i, t, g, 0)  # under way while the weights are computed
@@ -72,8 +73,8 @@ def merge(parts: int, d: int, threads: int, dtype: str) -> Any:
                     fetch(x, O_parts, B, b, h, i, c, g, first)
                 for u in range(LOADS):
                     n = uint32(g + groups * (first + u))
-                    if n < parts and sm[n] != float32(0):
-                        o += sm[n] * x[u]
+                    weight = sm[n] if n < parts else float32(0)
+                    o += weight * x[u] if weight != float32(0) else float32(0)
             sm[sums + tid] = o
             cuda.syncthreads()
             if g == 0 and c < d:

@@ -22,7 +22,7 @@ from .ptx.warp import (
     load_two,
     load_words,
     pack,
-    store_pair,
+    stmatrix,
     store_two,
 )
 from .ptx.wgmma import (
@@ -42,6 +42,7 @@ ROWS = 64  # of queries, that a warpgroup has
 ALIGNED = 1024  # bytes: where a tile may begin
 ROOM = 227 * 1024  # bytes of shared memory of a block
 WORDS = 7  # that say what is to be done: first query, head, part and batch, key tiles, head of keys
+TURNS = 4  # of which that is kept: those with a place for Q, and the one after
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,11 @@ class WarpgroupTile:
 
     @property
     def places(self) -> int:
-        """For a tile of Q, which O leaves from too: two, to load one ahead, if they fit."""
-        return 2 if self._bytes(2) <= ROOM else 1
+        """For a tile of Q, which O leaves from too, as many as fit.
+
+        Two, to load one ahead, or three, so that Q need not wait until O has left.
+        """
+        return next((n for n in (3, 2) if self._bytes(n) <= ROOM), 1)
 
     @property
     def bars_at(self) -> int:
@@ -137,7 +141,7 @@ class WarpgroupTile:
     def _bytes(self, places: int) -> int:
         """With words: what to do, what was seen, the keys of each tile."""
         tiles = places * self.Q_bytes + 2 * self.stages * self.KV_bytes
-        words = 3 * WORDS + self.stages + 2 * self.stages * self.key_words
+        words = TURNS * WORDS + self.stages + 2 * self.stages * self.key_words
         return ALIGNED + tiles + 8 * (2 * places + 5 * self.stages) + 4 * words
 
 
@@ -564,22 +568,40 @@ def rescale(d: int) -> Any:
 
 
 @cache
+def row_of_matrix(rows: int) -> Any:
+    """row_of_matrix(at, within, n): where a thread's row of column blocks n and n + 1 begins.
+
+    For `stmatrix`: of four matrices, the upper and the lower eight of the warp's rows, in either
+    block of eight columns; n is even. at: the first element of 64 rows, of a tile with so many
+    `rows`; `within`: a row of the warp. The eight rows of a matrix are in all banks.
+    """
+    panel = ROW_BYTES * rows // 2
+
+    @device
+    def row_at(at, within, n):
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+        row = uint32(uint32(within) // uint32(16) * uint32(16) + lane % uint32(16))
+        chunk = uint32(uint32(n % 8 + lane // uint32(16)) ^ uint32(row % uint32(8)))
+        return uint32(at + n // 8 * panel + row * uint32(PANEL) + chunk * uint32(8))
+
+    return row_at
+
+
+@cache
 def put(rows: int, d: int, dtype: str) -> Any:
     """put(sm, at, O, within): O (64, d) goes to a tile with so many `rows` on chip, in 16 bits.
 
-    sm[at] is the first element of the 64 rows; `within` is the thread's first row. No two threads
-    of a warp meet in a bank.
+    sm[at] is the first element of the 64 rows; `within` is the thread's first row.
     """
-    two, panel = pack(dtype), ROW_BYTES * rows // 2
+    two, row_at = pack(dtype), row_of_matrix(rows)
 
     @device
     def put_rows(sm, at, O, within):
-        g, t = uint32(within % 8), uint32(uint32(cuda.threadIdx.x) % uint32(4))
-        for n in range(d // 8):
-            chunk = uint32(at + n // 8 * panel + within * 64 + uint32((n % 8) ^ g) * 8 + 2 * t)
-            for r in range(2):
-                e = 4 * n + 2 * r
-                store_pair(sm, uint32(chunk + 512 * r), two(O[e + 1], O[e]))
+        W = cuda.local.array(4, uint32)
+        for n in range(0, d // 8, 2):
+            for w in range(4):
+                W[w] = two(O[4 * n + 2 * w + 1], O[4 * n + 2 * w])
+            stmatrix(sm, row_at(at, within, n), W, 0)
 
     return put_rows
 
@@ -587,15 +609,12 @@ def put(rows: int, d: int, dtype: str) -> Any:
 @cache
 def put_rounded(rows: int, columns: int) -> Any:
     """put_rounded(sm, at, P, within): as `put`, of what `rounded` has made of (64, columns)."""
-    panel = ROW_BYTES * rows // 2
+    row_at = row_of_matrix(rows)
 
     @device
     def put_rows(sm, at, P, within):
-        g, t = uint32(within % 8), uint32(uint32(cuda.threadIdx.x) % uint32(4))
-        for n in range(columns // 8):
-            chunk = uint32(at + n // 8 * panel + within * 64 + uint32((n % 8) ^ g) * 8 + 2 * t)
-            for r in range(2):
-                store_pair(sm, uint32(chunk + 512 * r), P[2 * n + r])
+        for n in range(0, columns // 8, 2):
+            stmatrix(sm, row_at(at, within, n), P, 2 * n)
 
     return put_rows
 

@@ -435,7 +435,7 @@ def added(x, total, row, column, *, touch_after="", wait=True):
     Besides, what was on chip before the copy was waited for. touch_after: when to overwrite x on
     chip, "commit" or "read". wait: whether to wait for the addition.
     """
-    count = x.shape[1]
+    count, all_read = x.shape[1], tma.tma_wait_group_read(0)
 
     @kernel(1)
     def run(x, total, before):
@@ -457,7 +457,7 @@ def added(x, total, row, column, *, touch_after="", wait=True):
                 for n in range(count):
                     floats[at // 2 + n] = 1000
                 shared.fence_proxy_async()
-            tma.tma_wait_group_read()
+            all_read()
         if wait:
             tma.tma_wait_group()
 

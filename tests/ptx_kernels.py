@@ -35,6 +35,26 @@ def load_matrices(tile, transposed):
     return out
 
 
+def store_matrices(registers):
+    """A 16 x 16 tile that `stmatrix` makes of (32, 4) registers: its four parts, by columns."""
+
+    @kernel(32)
+    def stores(registers, out):
+        sm = cuda.shared.array(0, types.uint16)
+        lane = uint32(cuda.threadIdx.x)
+        S = cuda.local.array(6, uint32)
+        for n in range(4):
+            S[n + 2] = registers[lane, n]
+        warp.stmatrix(sm, 16 * (lane % 16) + 8 * (lane // 16), S, 2)
+        cuda.syncthreads()
+        for n in range(8):
+            out[lane // 2, 8 * (lane % 2) + n] = sm[8 * lane + n]
+
+    out = np.zeros((16, 16), np.uint16)
+    run(stores, registers, out)
+    return out
+
+
 def multiply(A, B, C, dtype):
     """(32, 4) registers of D = A B + C, from those of A (32, 4), B (32, 2) and C (32, 4)."""
     mma = warp.mma(dtype)

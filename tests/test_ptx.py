@@ -72,6 +72,11 @@ def test_ldmatrix_gives_the_operands_of_mma(simulator):
     assert np.array_equal(simulator("load_matrices", bits, True), both)
 
 
+def test_stmatrix_stores_what_ldmatrix_loads(simulator):
+    tile = np.random.default_rng(2).integers(0, 1 << 16, (16, 16)).astype(np.uint16)
+    assert np.array_equal(simulator("store_matrices", left(tile)), tile)
+
+
 @pytest.mark.parametrize("pending", [0, 1])
 def test_a_copy_is_there_only_after_a_wait_for_its_group(simulator, pending):
     A = np.arange(512, dtype=np.uint16).reshape(32, 16)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -290,9 +291,19 @@ def tma_wait_group() -> None:
             store.finish()
 
 
-@instruction("cp.async.bulk.wait_group.read 0;")
-def tma_wait_group_read() -> None:
-    """Until all groups of stores of this thread have read shared memory: it may be overwritten."""
-    for group in thread().__dict__.get("store_groups", []):
-        for store in group:
-            store.take()
+@cache
+def tma_wait_group_read(pending: int) -> Any:
+    """tma_wait_group_read(): until all but the last `pending` groups of stores have been read.
+
+    Of this thread, and from shared memory, which may be overwritten then;
+    "cp.async.bulk.wait_group".
+    """
+
+    def emulated() -> None:
+        groups = thread().__dict__.get("store_groups", [])
+        for group in groups[: len(groups) - pending]:
+            for store in group:
+                store.take()
+
+    emulated.__name__ = f"tma_wait_group_read_{pending}"
+    return instruction(f"cp.async.bulk.wait_group.read {pending};")(emulated)

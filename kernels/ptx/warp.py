@@ -21,7 +21,7 @@ __all__ = [
     "add_nothing", "ballot", "clear_eight", "copy_out", "cp_async", "cp_async_commit",
     "cp_async_wait", "cp_async_word", "exp2", "ldmatrix", "ldmatrix_trans", "load_eight",
     "load_two", "load_words", "mma", "opaque", "pack", "reciprocal", "red_add", "shuffle_bits",
-    "shuffle_xor", "shuffle_xor_bits", "store_eight", "store_pair", "store_two",
+    "shuffle_xor", "shuffle_xor_bits", "stmatrix", "store_eight", "store_pair", "store_two",
 ]  # fmt: skip
 
 G, T = np.divmod(np.arange(32), 4)
@@ -65,6 +65,25 @@ def ldmatrix(D: Any, d: Any, sm: Any, at: Any) -> None:
 def ldmatrix_trans(D: Any, d: Any, sm: Any, at: Any) -> None:
     """As `ldmatrix`, each matrix transposed: elements 2 t and 2 t + 1 of its column g."""
     _ldmatrix(D, d, sm, at, True)
+
+
+@instruction(
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{target}], {S};", target=Shared(), S=Reads(u32, 4)
+)
+def stmatrix(sm: Any, at: Any, S: Any, s: Any) -> None:
+    """Four 8 x 8 matrices in S[s : s + 4] go to shared memory, as `ldmatrix` would load them.
+
+    Of compute capability 9.0.
+    """
+
+    def store(given: list[Any]) -> list[Any]:
+        halves = np.array([registers for _, _, registers in given]).view(np.uint16)
+        matrices = halves.reshape(8, 4, 4, 2).transpose(2, 0, 1, 3).reshape(32, 8)
+        for (shared, first, _), row in zip(given, matrices, strict=True):
+            shared[first : first + 8] = row
+        return [None] * 32
+
+    together(32, "stmatrix", (sm, int(at), S[s : s + 4].copy()), store)
 
 
 @cache
