@@ -217,18 +217,22 @@ def flash_attention_2_backward(tile: WarpTile, f: Features) -> Any:
                         lse, D_i = floats[Li + query] * float32(log2e), floats[Di + query]
                         for r in range(R2):
                             e = 4 * (r // 2 * C + n) + 2 * (r % 2) + u
-                            p = exp2(Pji[e] * scale - lse)  # line 11
-                            ds = p * (dSji[e] - D_i)  # line 14
-                            if not whole:
-                                key = int32(first + 8 * r + g)
-                                apart = key - int32(query)
-                                if (
-                                    key >= end
-                                    or (banded and (apart < low or apart > high))
-                                    or (padded and sm[sR + key] != key)
-                                ):
-                                    p, ds = float32(0), float32(0)
-                            Pji[e], dSji[e] = p, ds
+                            Pji[e] = exp2(Pji[e] * scale - lse)  # line 11
+                            dSji[e] = Pji[e] * (dSji[e] - D_i)  # line 14
+                if not whole:  # after all of them: a branch for each would keep them apart
+                    thread = warp.opaque(tid)  # what is kept would take registers
+                    for r in range(R2):
+                        key = int32(rows * (thread >> 5) + 8 * r + (thread & 31) // 4)
+                        before = int32(key - 2 * (thread & 3))
+                        since, until = int32(before - high), int32(before - low)
+                        if key >= end or (padded and sm[sR + key] != key):
+                            until = int32(-Bq)
+                        for n in range(C):
+                            for u in range(2):
+                                query = int32(q0 + 8 * n + u)  # without the thread's 2 t
+                                if query > until or (banded and query < since):
+                                    e = 4 * (r // 2 * C + n) + 2 * (r % 2) + u
+                                    Pji[e], dSji[e] = float32(0), float32(0)
                 if dropout:
                     drop(Pji, kept, float32(1))
                 if banded and bad:  # a masked weight takes nothing from dO and Q

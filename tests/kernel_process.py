@@ -121,6 +121,18 @@ def threads_of(q, k, v, **what):
     return tile.Br, tile.threads
 
 
+def merged(O_parts, L_parts, threads):
+    """(O, L) of all keys, by `split_kv.merge` from those of parts: (parts, heads, Nq, d) and L."""
+    from flashsim.kernels import gpu, split_kv
+
+    parts, heads, Nq, d = O_parts.shape
+    O, L = np.zeros((1, heads, Nq, d), np.float32), np.zeros((1, heads, Nq), np.float32)
+    function = split_kv.merge(parts, d, threads, "float32")
+    shared = split_kv.shared_bytes(parts, d, threads)
+    gpu.launch(function, heads * Nq, threads, shared, 0, (O_parts, L_parts, O, L))
+    return O[0], L[0]
+
+
 def backward(q, k, v, output, lse, do, **what):
     """(dq, dk, dv, traffic) of a simulated run."""
     from flashsim import kernels

@@ -194,6 +194,27 @@ def test_gradients_take_nothing_from_behind_a_mask(simulator, algorithm):
     assert not clean[1][0, 0, 9:].any()
 
 
+@pytest.mark.parametrize(
+    ("parts", "d", "threads"),
+    [(1, 20, 64), (2, 20, 64), (5, 20, 64), (40, 20, 64), (5, 70, 64), (9, 40, 192)],
+    ids=["one", "two", "five", "two-rounds", "wide", "three-groups"],
+)
+def test_groups_of_threads_merge_parts_by_their_logsumexp(simulator, parts, d, threads):
+    """Where a part has no key, and where none has; in groups of 64 or of as many as columns."""
+    rng = np.random.default_rng(parts)
+    O_parts = rng.standard_normal((parts, 2, 2, d)).astype(np.float32)
+    L_parts = (30 * rng.standard_normal((parts, 2, 2))).astype(np.float32)
+    empty = rng.random(L_parts.shape) < 0.3
+    empty[0], empty[:, 1, 1] = False, True
+    L_parts[empty], O_parts[empty] = -np.inf, 0
+    O, L = simulator.call("merged", O_parts, L_parts, threads)
+    with np.errstate(invalid="ignore"):
+        wanted = np.logaddexp.reduce(L_parts.astype(np.float64), axis=0)
+        weights = np.where(empty, 0, np.exp(L_parts - wanted))
+    assert np.allclose(L, wanted, rtol=1e-6, atol=1e-6)
+    assert np.allclose(O, np.einsum("phi,phic->hic", weights, O_parts), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("algorithm", ["flash1", "flash2", "split_kv", "block_sparse"])
 def test_a_block_layout_is_attention_with_the_expanded_mask(simulator, algorithm):
     """Ragged sizes, and a row of blocks that is empty; source: faults A10, A11."""
