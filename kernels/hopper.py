@@ -29,7 +29,6 @@ from .ptx.mbarrier import (
     mbarrier_arrive,
     mbarrier_expect_tx,
     mbarrier_init,
-    mbarrier_wait,
 )
 from .ptx.shared import fence_proxy_async, shared_address
 from .ptx.tma import (
@@ -148,9 +147,11 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     start_O = warpgroup_tiles.rows_by_columns(Bc, d, f.dtype)
     all_but_one, all_products = wgmma_wait_group(1), wgmma_wait_group(0)
     have_left = tma_wait_group_read(later)
+    stage, bar, wait_until_full, wait_until_empty = warpgroup_tiles.ring(stages)
+    place, bar_of_Q, wait_for_Q, wait_for_place = warpgroup_tiles.ring(places)
     have_S, have_O = pin(RS), pin(RO)
     mask_after, mask_before = warpgroup_tiles.mask_after(Bc), warpgroup_tiles.mask_before(Bc)
-    softmax, rounded = warpgroup_tiles.softmax(Bc), warpgroup_tiles.rounded(Bc, f.dtype)
+    softmax = warpgroup_tiles.softmax(Bc)
     not_finite = warpgroup_tiles.not_finite(Bc, d, looking, f.dtype)
     add_not_finite = warpgroup_tiles.add_not_finite(Bc, d, f.dtype)
     clear_not_finite = warpgroup_tiles.clear_not_finite(Bc, d, computing, f.dtype)
@@ -158,32 +159,8 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     store_wide = warpgroup_tiles.store_wide(d)
     mask_padding = warpgroup_tiles.mask_padding(Bc)
     clear_padding = warpgroup_tiles.clear_padding(Bc, d, looking)
-    kept, rounded_kept = warp_tiles.kept(Bc), warpgroup_tiles.rounded_kept(Bc, f.dtype)
+    kept, weigh = warp_tiles.kept(Bc), warpgroup_tiles.weigh(Bc, f.dtype, dropout)
     tiles_between = padding.tiles_between(Bc, padded)
-
-    @device
-    def stage(n):
-        return uint32(uint32(n) % uint32(stages))
-
-    @device
-    def parity(n):
-        """Of the phase in which the n-th tile of keys, or of values, is in its stage."""
-        return uint32(uint32(n) // uint32(stages) % uint32(2))
-
-    @device
-    def place(turn):
-        """Of those that Q_i, and then O_i, may have."""
-        return uint32(uint32(turn) % uint32(places))
-
-    @device
-    def bar_of_Q(base, which, turn):
-        return uint32(base + uint32(uint32(which) + uint32(8 * place(turn))))
-
-    @device
-    def wait_for_Q(base, which, turn, before):
-        """Until it is full, or, one phase before, empty."""
-        phase = uint32(uint32(turn) // uint32(places) + uint32(before))
-        mbarrier_wait(bar_of_Q(base, which, turn), uint32(phase % uint32(2)))
 
     @device
     def give_back(base, turn):
@@ -192,24 +169,12 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             mbarrier_arrive(bar_of_Q(base, empty_Q, turn - uint32(later)))
 
     @device
-    def bar(base, which, n):
-        return uint32(base + uint32(uint32(which) + uint32(8 * stage(n))))
-
-    @device
     def Q_at(base, turn):
         return uint32(base + uint32(place(turn) * Q_bytes))
 
     @device
     def tile_at(base, first, n):
         return uint32(base + uint32(uint32(first) + uint32(stage(n) * KV_bytes)))
-
-    @device
-    def wait_until_full(base, which, n):
-        mbarrier_wait(bar(base, which, n), parity(n))
-
-    @device
-    def wait_until_empty(base, which, n):
-        mbarrier_wait(bar(base, which, n), uint32(1 - parity(n)))  # by then the tile before left
 
     @device
     def element(sm, address):
@@ -351,7 +316,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         tell(sm, words, base, turn, counter, L, Nk, lo, hi, group, section, batch, span, rules)
         while True:
             here = opaque(base)  # what is kept would take registers
-            wait_for_Q(here, empty_Q, turn, 1)
+            wait_for_place(here, empty_Q, turn)
             full = bar_of_Q(here, full_Q, turn)
             told = told_at(sm, here, turn)
             i0, h, first, stop = words[told], words[told + 1], words[told + 3], words[told + 4]
@@ -398,7 +363,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         mine = uint32(uint32(cuda.threadIdx.x) % uint32(WARPGROUP) - uint32(32))
         turn, before = uint32(0), uint32(0)
         while True:
-            wait_for_Q(base, full_Q, turn, 0)
+            wait_for_Q(base, full_Q, turn)
             told = told_at(sm, base, turn)
             i0, first, stop = int32(words[told]), words[told + 3], words[told + 4]
             bar_sync(looked, looking)
@@ -509,16 +474,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     def draw_nothing(keep, sm, words, base, turn, rules, warpgroup, j0):
         pass
 
-    @device
-    def rounded_and_kept(S, P, keep, rules):
-        rounded_kept(S, P, keep, rules[-1])
-
-    @device
-    def rounded_all(S, P, keep, rules):
-        rounded(S, P)
-
     choose = draw if dropout else draw_nothing
-    weigh = rounded_and_kept if dropout else rounded_all
 
     @device
     def as_it_is(q):
@@ -804,7 +760,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                 bar_arrive(turns, pair)  # the first consumer has the first turn
 
             while True:
-                wait_for_Q(base, full_Q, turn, 0)
+                wait_for_Q(base, full_Q, turn)
                 told = told_at(sm, base, turn)
                 i0 = int32(words[told])
                 r0, j_first = i0, int32(0)

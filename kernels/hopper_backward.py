@@ -298,6 +298,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
     start_dQ = warpgroup_tiles.columns_by_columns(Bc, queries, f.dtype)
     all_but_one, all_products = wgmma_wait_group(1), wgmma_wait_group(0)
     have_left = tma_wait_group_read(0)
+    stage, bar_of, wait_until_full, wait_until_empty = warpgroup_tiles.ring(STAGES)
     have_S, have_dKV, have_dQ = pin(RS), pin(RK), pin(RQ)
     partial = warpgroup_tiles.partial_transposed(Br, banded)
     clear_masked = warpgroup_tiles.clear_masked(Br, banded)
@@ -313,7 +314,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
     clear_padding = warpgroup_tiles.clear_padding(Bc, d, computing)
     clear_rows_dS, clear_rows = warpgroup_tiles.clear_rows(Br), warpgroup_tiles.clear_rows(d)
     kept_words, kept = warp_tiles.kept_words(Br), warp_tiles.kept_transposed(Br)
-    drop, rounded_kept = warp_tiles.drop(Br), warpgroup_tiles.rounded_kept(Br, f.dtype)
+    drop, weigh = warp_tiles.drop(Br), warpgroup_tiles.weigh(Br, f.dtype, dropout)
 
     some_real = padding.real_in(Bc)
 
@@ -351,29 +352,8 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
     visited = visited_that_see if banded and padded else visited_of_all
 
     @device
-    def stage(n):
-        return uint32(uint32(n) % uint32(STAGES))
-
-    @device
-    def parity(n):
-        """Of the phase in which the n-th tile of queries is in its stage."""
-        return uint32(uint32(n) // uint32(STAGES) % uint32(2))
-
-    @device
-    def bar_of(bars, which, n):
-        return uint32(bars + uint32(which) + uint32(8 * stage(n)))
-
-    @device
     def place(base, at, size, n):
         return uint32(base + uint32(at) + uint32(stage(n) * size))
-
-    @device
-    def wait_until_full(bars, which, n):
-        mbarrier_wait(bar_of(bars, which, n), parity(n))
-
-    @device
-    def wait_until_empty(bars, which, n):
-        mbarrier_wait(bar_of(bars, which, n), uint32(1 - parity(n)))  # by then the tile before left
 
     @device
     def produce(
@@ -495,16 +475,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
     def drop_nothing(dP, keep, rules):
         pass
 
-    @device
-    def rounded_and_kept(S, P, keep, rules):
-        rounded_kept(S, P, keep, rules[-1])
-
-    @device
-    def rounded_all(S, P, keep, rules):
-        rounded(S, P)
-
     choose, take_out = (draw, drop_some) if dropout else (draw_nothing, drop_nothing)
-    weigh = rounded_and_kept if dropout else rounded_all
 
     @device
     def set_K_aside(sm, begin, tid):

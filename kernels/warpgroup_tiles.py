@@ -14,7 +14,7 @@ from typing import Any
 
 from .gpu import cuda, device, float32, int32, store4, uint32, uint64, widen
 from .padding import BITS, entry
-from .ptx.mbarrier import mbarrier_expect_tx
+from .ptx.mbarrier import mbarrier_expect_tx, mbarrier_wait
 from .ptx.tma import tma_load
 from .ptx.warp import (
     add_nothing,
@@ -153,6 +153,38 @@ def warpgroup_tile_for(
     Taking turns, and with two stages, it was fastest on an H200.
     """
     return WarpgroupTile(Br, Bc, -(-d // PANEL) * PANEL, ping_pong=True)
+
+
+@cache
+def ring(places: int) -> Any:
+    """(place, bar, wait_until_full, wait_until_empty) of so many places on chip for tiles.
+
+    The n-th tile has place(n), whose mbarrier is at bar(base, first, n) if those of the places lie
+    from base + first on. A consumer waits until the place is full of it; a producer, with mbarriers
+    of their own, until it is empty: the tile before has left.
+    """
+
+    @device
+    def place(n):
+        return uint32(uint32(n) % uint32(places))
+
+    @device
+    def parity(n):
+        return uint32(uint32(n) // uint32(places) % uint32(2))
+
+    @device
+    def bar(base, first, n):
+        return uint32(base + uint32(uint32(first) + uint32(8 * place(n))))
+
+    @device
+    def wait_until_full(base, first, n):
+        mbarrier_wait(bar(base, first, n), parity(n))
+
+    @device
+    def wait_until_empty(base, first, n):
+        mbarrier_wait(bar(base, first, n), uint32(1 - parity(n)))
+
+    return place, bar, wait_until_full, wait_until_empty
 
 
 @cache
@@ -507,6 +539,22 @@ def rounded_kept(columns: int, dtype: str) -> Any:
                 P[2 * n + r] = two(high, low)
 
     return round_scores
+
+
+@cache
+def weigh(columns: int, dtype: str, dropout: bool) -> Any:
+    """weigh(S, P, keep, rules): `rounded`, or `rounded_kept`, with rules[-1] as the factor."""
+    some, all_of_them = rounded_kept(columns, dtype), rounded(columns, dtype)
+
+    @device
+    def round_some(S, P, keep, rules):
+        some(S, P, keep, rules[-1])
+
+    @device
+    def round_all(S, P, keep, rules):
+        all_of_them(S, P)
+
+    return round_some if dropout else round_all
 
 
 @cache

@@ -1011,10 +1011,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("values of padded keys are not waited for", "wait_until_full(base, looked_V, n)\n\n    @device\n    def take", "pass\n\n    @device\n    def take"),
         ("dropout draws for the rows of another warpgroup", "words[told] + warpgroup * ROWS + row", "words[told] + row"),
         ("which tile is walked is said where another is", "uint32(n) % uint32(2 * stages)", "uint32(0)"),
-        ("full is waited for a phase early", "mbarrier_wait(bar(base, which, n), parity(n))", "mbarrier_wait(bar(base, which, n), uint32(1 - parity(n)))"),
         ("K is overwritten", "wait_until_empty(here, empty_K, n)", "pass"),
         ("V is overwritten", "wait_until_empty(here, empty_V, n)", "pass"),
-        ("Q is overwritten", "wait_for_Q(here, empty_Q, turn, 1)", "pass"),
+        ("Q is overwritten", "wait_for_place(here, empty_Q, turn)", "pass"),
         ("every block does everything", "item = uint32(uint32(cuda.gridDim.x) + cuda.atomic.add(counter, 0, uint32(1)))", "item = uint32(turn)"),
         ("the counter stays as it is", "counter[0] = 0", "pass"),
         ("a head of its own for each query head", "h // group", "h"),
@@ -1026,6 +1025,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("what is after the band is seen", "edge[r] = min(edge[r], int32(i + 8 * r + hi - j))", "pass"),
         ("what is before the band is seen", "mask_before(S, edge)", "pass"),
         ("keys that are not there are seen", "edge[r] = int32(Nk - 1 - j)", "edge[r] = int32(Bc)"),
+    ],
+    ("kernels/warpgroup_tiles.py::ring", "hopper hopper_backward"): [
+        ("the phase is that of the tile", "uint32(n) // uint32(places) % uint32(2)", "uint32(n) % uint32(2)"),
+        ("full is waited for a phase early", "mbarrier_wait(bar(base, first, n), parity(n))", "mbarrier_wait(bar(base, first, n), uint32(1 - parity(n)))"),
     ],
     ("kernels/split_kv.py::merge", "kernels"): [
         ("groups are not rescaled", "exp2(sm[maxima + other] - finite(top))", "float32(1)"),
@@ -1101,8 +1104,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("a K with NaN is multiplied", "if banded and hidden and bad_K:\n                    set", "if False:\n                    set"),
     ],
     ("kernels/hopper_backward.py::flash_attention_3_backward", "hopper_backward"): [
-        ("the phase is that of the tile", "uint32(n) // uint32(STAGES) % uint32(2)", "uint32(n) % uint32(2)"),
-        ("full is waited for a phase early", "mbarrier_wait(bar_of(bars, which, n), parity(n))", "mbarrier_wait(bar_of(bars, which, n), uint32(1 - parity(n)))"),
         ("Q is overwritten", "wait_until_empty(bars, empty_Q, n)", "pass"),
         ("dO is overwritten", "wait_until_empty(bars, empty_dO, n)", "pass"),
         ("a K that comes back is not waited for", "mbarrier_wait(full, times % uint32(2))", "pass"),

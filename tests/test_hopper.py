@@ -320,18 +320,19 @@ def test_decoding_reads_keys_and_values_once_for_a_group_of_heads(
 
 
 @pytest.mark.parametrize(
-    "dtype, key, what",
+    "dtype, heads, Br, key, what",
     [
-        (F16, 85, {"is_causal": True}),
-        (BF16, 85, {"window": (20, 14)}),
-        (F16, 3, {"window": (20, None)}),
+        (F16, 1, 128, 85, {"is_causal": True}),
+        (F16, 5, 64, 85, {"is_causal": True}),
+        (BF16, 1, 128, 85, {"window": (20, 14)}),
+        (F16, 1, 128, 3, {"window": (20, None)}),
     ],
-    ids=str,
+    ids=["causal", "more work than blocks", "window", "left of a window"],
 )
-def test_what_is_behind_a_mask_does_not_leak(hopper, dtype, key, what):
+def test_what_is_behind_a_mask_does_not_leak(hopper, dtype, heads, Br, key, what):
     """NaN and inf in keys and values, on either side of a window; source: fault A8."""
-    q, k, v = drawn(1, dtype, 1, 1, 1, 90, 100, 64)
-    tile = (128, 32, 2, False)
+    q, k, v = drawn(1, dtype, 1, heads, heads, 90, 100, 64)
+    tile = (Br, 32, 2, False)
     _, *clean, _ = hopper("attention", q, k, v, tile, **what)
     k[..., key, :], v[..., 73, 5] = np.nan, np.nan
     v[..., 20, :32], v[..., 60, 32:] = np.inf, np.inf
