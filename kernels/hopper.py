@@ -397,12 +397,22 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         return int32(16 * w + lane // uint32(4))
 
     @device
+    def wait_until_looked_at(base, n):
+        """Of V_j.
+
+        Not all tiles are waited for here, so the mbarrier might still be a phase behind: until V_j
+        is there, since it is loaded once the tile before it in its stage was looked at.
+        """
+        wait_until_full(base, full_V, n)
+        wait_until_full(base, looked_V, n)
+
+    @device
     def set_aside(sm, words, base, n, O, i, lo, hi):
         """Of a V_j with inf or NaN, these go to O where they are seen, and 0 is left of them.
 
         i: the warpgroup's first row, from the tile's first key on. By all consumers together.
         """
-        wait_until_full(base, looked_V, n)
+        wait_until_looked_at(base, n)
         if words[seen_at(sm, base, n)] == int32(n + 1):
             at, thread = element(sm, tile_at(base, V_at, n)), opaque(uint32(cuda.threadIdx.x))
             row = int32(i + row_within(thread))
@@ -416,7 +426,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     def wait_until_cleared(sm, words, base, n):
         """V_j has nothing at padded keys."""
         if partial(sm, words, base, n):
-            wait_until_full(base, looked_V, n)
+            wait_until_looked_at(base, n)
 
     @device
     def take_turn(warpgroup):

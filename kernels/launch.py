@@ -513,8 +513,7 @@ def _merge(p: Problem, made: Plan, O_parts: Any, L_parts: Any, O: Any, L: Any) -
     function = split_kv.merge(made.parts, p.d, threads, p.q.dtype)
     args, rows = (O_parts, L_parts, O, L), p.Nq * p.heads * p.batch
     waits = min(split_kv.LOADS, made.parts), 4
-    shared = split_kv.shared_bytes(made.parts, p.d, threads)
-    made.add("merge", function, rows, threads, shared, args, waits)
+    made.add("merge", function, rows, threads, 4 * (made.parts + threads), args, waits)
 
 
 def _tensor_cores(p: Problem, *others: Operand) -> bool:

@@ -19,26 +19,18 @@ def columns_at_a_time(d: int, threads: int) -> int:
     return min(threads, -(-d // 32) * 32)
 
 
-def shared_bytes(parts: int, d: int, threads: int) -> int:
-    """Of a block that merges: L of the parts; of each thread a sum; m and l of each group."""
-    groups = threads // columns_at_a_time(d, threads)
-    return 4 * (parts + threads + 2 * groups)
-
-
 @cache
 def merge(parts: int, d: int, threads: int, dtype: str) -> Any:
     """O and L of all keys from those of the parts, a block for each row.
 
     O_parts (parts batch, heads, Nq, d) and L_parts (parts batch, heads, Nq) are float32. Section 3
-    of Dao 2023 (arXiv:2307.08691): partial results merge by their logsumexp. Groups of threads do
-    so for a share of the parts each, and then their results are merged, by the same rule.
+    of Dao 2023 (arXiv:2307.08691): partial results merge by their logsumexp.
     """
     log2e, ln2 = LOG2E, 1 / LOG2E
     wide = columns_at_a_time(d, threads)
     groups = threads // wide
     turns = -(-parts // groups)  # parts of a group
-    sums, maxima = parts, parts + threads  # where they are on chip, behind L of the parts
-    totals = maxima + groups
+    sums = parts  # where they are on chip, behind the weights
     to_stored = narrow(dtype)
 
     @device
@@ -47,11 +39,6 @@ def merge(parts: int, d: int, threads: int, dtype: str) -> Any:
             n = uint32(g + groups * (first + u))
             if n < parts and c < d:
                 x[u] = load(O_parts[n * B + b, h], uint32(i), uint32(c))
-
-    @device
-    def finite(m):
-        """What weights are relative to: the largest L, or 0 if no key counts."""
-        return m if m != -float32(float("inf")) else float32(0)
 
     @kernel(threads)
     def split_kv_merge(O_parts, L_parts, O, L):
@@ -68,36 +55,34 @@ def merge(parts: int, d: int, threads: int, dtype: str) -> Any:
             sm[n] = load(L_parts[n * B + b], h, i) * float32(log2e)
         cuda.syncthreads()
         m = -float32(float("inf"))
-        for u in range(turns):
-            n = uint32(g + groups * u)
-            if n < parts:
-                m = max(m, sm[n])
+        for n in range(parts):
+            m = max(m, sm[n])
+        shift = m if m != -float32(float("inf")) else float32(0)
+        cuda.syncthreads()
+        for n in range(tid, parts, threads):
+            sm[n] = exp2(sm[n] - shift)
+        cuda.syncthreads()
+        l = float32(0)
+        for n in range(parts):
+            l += sm[n]
+        over = float32(1) / l if l != float32(0) else float32(0)
         for c0 in range(0, d, wide):
-            c, o, l = uint32(c0 + t), float32(0), float32(0)
+            c, o = uint32(c0 + t), float32(0)
             for first in range(0, turns, LOADS):
                 if c0 > 0 or first > 0:
                     fetch(x, O_parts, B, b, h, i, c, g, first)
                 for u in range(LOADS):
                     n = uint32(g + groups * (first + u))
-                    weight = exp2(sm[n] - finite(m)) if n < parts else float32(0)
-                    l += weight
+                    weight = sm[n] if n < parts else float32(0)
                     o += weight * x[u] if weight != float32(0) else float32(0)
             sm[sums + tid] = o
-            if t == 0:
-                sm[maxima + g], sm[totals + g] = m, l
             cuda.syncthreads()
-            if g == 0:
-                top, o, l = -float32(float("inf")), float32(0), float32(0)
-                for other in range(groups):
-                    top = max(top, sm[maxima + other])
-                for other in range(groups):
-                    weight = exp2(sm[maxima + other] - finite(top))
-                    l += weight * sm[totals + other]
-                    o += weight * sm[sums + other * wide + t]
-                if c < d:
-                    O[b, h, i, c] = to_stored(o / l if l != float32(0) else float32(0))
-                if c == 0:
-                    L[b, h, i] = finite(top) * float32(ln2) + log(l)
+            if g == 0 and c < d:
+                for other in range(1, groups):
+                    o += sm[sums + other * wide + t]
+                O[b, h, i, c] = to_stored(o * over if over != float32(0) else float32(0))
             cuda.syncthreads()
+        if tid == 0:
+            L[b, h, i] = shift * float32(ln2) + log(l)
 
     return split_kv_merge

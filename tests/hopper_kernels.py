@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -44,6 +45,21 @@ def attention(q, k, v, tile, algorithm="hopper", **what):
     plan = launch.plan(q, k, v, algorithm=algorithm, tile=chosen, **what)
     traffic = launch_counted(plan)
     return plan.algorithm, plan.result("O"), plan.result("L"), traffic
+
+
+def slowly_looked_at(late, *args, **what):
+    """As `attention`, but the warps that look through V are long at a barrier, the `late`-th."""
+
+    def bar_sync(barrier, threads):
+        if threads == THREADS - 32:
+            mine = threading.current_thread().__dict__
+            mine["met"] = mine.get("met", 0) + 1
+            if mine["met"] == late:
+                time.sleep(1.5)
+        warpgroup.bar_sync(barrier, threads)
+
+    with mock.patch.object(hopper, "bar_sync", bar_sync):
+        return attention(*args, **what)
 
 
 def again(q, k, v, tile):

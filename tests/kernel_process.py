@@ -128,8 +128,8 @@ def merged(O_parts, L_parts, threads):
     parts, heads, Nq, d = O_parts.shape
     O, L = np.zeros((1, heads, Nq, d), np.float32), np.zeros((1, heads, Nq), np.float32)
     function = split_kv.merge(parts, d, threads, "float32")
-    shared = split_kv.shared_bytes(parts, d, threads)
-    gpu.launch(function, heads * Nq, threads, shared, 0, (O_parts, L_parts, O, L))
+    shared_bytes = 4 * (parts + threads)
+    gpu.launch(function, heads * Nq, threads, shared_bytes, 0, (O_parts, L_parts, O, L))
     return O[0], L[0]
 
 

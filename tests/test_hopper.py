@@ -345,6 +345,25 @@ def test_what_is_behind_a_mask_does_not_leak(hopper, dtype, heads, Br, key, what
         np.testing.assert_array_equal(found[~seen], before[~seen])
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", ["causal", "padding"])
+def test_values_are_looked_at_before_they_count(hopper, stages, kind):
+    """Tile 4 is the first whose values must have been looked at, and NaN is in it.
+
+    Until then nobody need wait for that, so it may be as late as its place on chip lets it: in the
+    tile that was there before. The warps that look meet once before the first tile, and in each.
+    """
+    q, k, v = drawn(1, F16, 1, 1, 1, 192, 192 if kind == "causal" else 160, 64)
+    v[..., 137, 5] = np.nan
+    what, room = {"is_causal": True}, ()
+    if kind == "padding":  # the last tile is looked at by itself if Q_i's place is O_i's
+        what, room = {"key_padding_mask": np.arange(160)[None] != 137}, ("crowded",)
+    tile = (64, 32, stages, False, *room)
+    _, output, *_ = hopper("slowly_looked_at", 6 - stages, q, k, v, tile, **what)
+    right = exact(q, k, v, **what).output
+    np.testing.assert_array_equal(np.isnan(output.astype(np.float32)), np.isnan(right))
+
+
 @pytest.mark.parametrize(
     "what", [{}, {"is_causal": True}, {"window": (50, 40), **DROPPED}], ids=str
 )

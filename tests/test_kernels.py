@@ -196,8 +196,8 @@ def test_gradients_take_nothing_from_behind_a_mask(simulator, algorithm):
 
 @pytest.mark.parametrize(
     ("parts", "d", "threads"),
-    [(1, 20, 64), (2, 20, 64), (5, 20, 64), (40, 20, 64), (5, 70, 64), (9, 40, 192)],
-    ids=["one", "two", "five", "two-rounds", "wide", "three-groups"],
+    [(1, 20, 64), (2, 20, 64), (5, 20, 64), (40, 20, 64), (5, 70, 64), (9, 40, 192), (9, 40, 160)],
+    ids=["one", "two", "five", "two rounds", "wide", "three groups", "two and a half groups"],
 )
 def test_groups_of_threads_merge_parts_by_their_logsumexp(simulator, parts, d, threads):
     """Where a part has no key, and where none has; in groups of 64 or of as many as columns."""
