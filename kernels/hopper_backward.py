@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from . import padding, warp_tiles, warpgroup_tiles
-from .gpu import cuda, device, float32, int32, kernel, load_four, types, uint32, widen
+from .gpu import cuda, device, float32, int32, kernel, types, uint32, widen
 from .hopper import rule_types
 from .masks import LOG2E, Features
 from .ptx.mbarrier import (
@@ -38,11 +38,13 @@ from .ptx.tma import (
     tma_wait_group,
     tma_wait_group_read,
 )
-from .ptx.warp import load_eight, opaque, pack, shuffle_xor, store_eight
+from .ptx.warp import fetch_two, load_eight, opaque, pack, shuffle_xor, store_eight
 from .ptx.warpgroup import bar_red_or, bar_sync, setmaxnreg_dec, setmaxnreg_inc
 from .ptx.wgmma import PANEL, ROW_BYTES, descriptor, pin, wgmma_wait_group
 from .warpgroup_tiles import ALIGNED, ROWS, WARPGROUP
 
+WARP_ROWS = 8  # of a warp in row_statistics: what it writes are whole sectors of 32 bytes
+WARPS = WARPGROUP // 32
 STAGES = 2  # places for a tile of Q, one of dO, and one of dS, which another consumer still reads
 
 
@@ -189,42 +191,60 @@ def lanes(d: int) -> int:
     return 8 if d <= 64 else 16
 
 
+def loads_under_way(d: int) -> int:
+    """Of 16 bytes, that a thread of `row_statistics` waits for at once: of dO and of O."""
+    return 2 * WARP_ROWS * lanes(d) // 32
+
+
 @cache
 def row_statistics(d: int, threads: int, dtype: str) -> Any:
-    """L2 = L log2(e) and D = rowsum(dO ∘ O), a warp for a few rows. Line 4 of Algorithm 2.
+    """L2 = L log2(e) and D = rowsum(dO ∘ O), a warp for eight rows. Line 4 of Algorithm 2.
 
     dO, O (batch, heads, Nq, d), L (batch, heads, Nq); writes L2, D (batch heads, Nq or more). A row
     beyond the queries, or one that sees no keys, has D = 0 and L2 = inf, so that its weights are 0.
     """
     together = lanes(d)
-    rows, halvings = threads // together, tuple(n for n in (1, 2, 4, 8) if n < together)
-    to_float, log2e = widen(dtype), LOG2E
+    at_once, halvings = 32 // together, tuple(n for n in (1, 2, 4, 8) if n < together)
+    passes, rows = WARP_ROWS // at_once, WARP_ROWS * threads // 32  # of a warp, and of a block
+    room, to_float, log2e = 4 * passes, widen(dtype), LOG2E
 
     @kernel(threads)
     def backward_statistics(dO, O, L, L2, D):
         tid = uint32(cuda.threadIdx.x)
         H, Nq, N = uint32(L.shape[1]), int32(L.shape[2]), int32(L2.shape[1])
-        Tr = uint32((N + rows - 1) // rows)
-        block = uint32(cuda.blockIdx.x)
-        i, bh = int32(block % Tr * rows + tid // uint32(together)), uint32(block // Tr)
-        b, h, lane = uint32(bh // H), uint32(bh % H), uint32(tid % uint32(together))
-        x = cuda.local.array(4, uint32)
-        y = cuda.local.array(4, uint32)
-        total = float32(0)
-        if i < Nq and 8 * lane < d:
-            load_eight(x, 0, dO[b, h], i, 8 * lane)
-            load_eight(y, 0, O[b, h], i, 8 * lane)
-            for n in range(4):
+        Tr = uint32((N + (rows - 1)) // rows)
+        block, lane = uint32(cuda.blockIdx.x), uint32(tid % uint32(together))
+        bh, first = uint32(block // Tr), uint32(block % Tr * rows + tid // uint32(32) * WARP_ROWS)
+        b, h = uint32(bh // H), uint32(bh % H)
+        i0 = int32(first + tid % uint32(32) // uint32(together))  # of the thread's, in each pass
+        x = cuda.local.array(room, uint32)
+        y = cuda.local.array(room, uint32)
+        for n in range(passes):
+            i = int32(i0 + n * at_once)
+            if i < Nq and 8 * lane < d:
+                load_eight(x, 4 * n, dO[b, h], i, 8 * lane)
+                load_eight(y, 4 * n, O[b, h], i, 8 * lane)
+            else:
+                for e in range(4):
+                    x[4 * n + e] = uint32(0)
+                    y[4 * n + e] = uint32(0)
+        mine = float32(0)
+        for n in range(passes):
+            total = float32(0)
+            for e in range(4 * n, 4 * n + 4):
                 low, high = uint32(0xFFFF), uint32(16)
-                total += to_float(np.uint16(x[n] & low)) * to_float(np.uint16(y[n] & low))
-                total += to_float(np.uint16(x[n] >> high)) * to_float(np.uint16(y[n] >> high))
-        for apart in halvings:
-            total += shuffle_xor(total, uint32(apart))
-        if lane == 0 and i < N:
+                total += to_float(np.uint16(x[e] & low)) * to_float(np.uint16(y[e] & low))
+                total += to_float(np.uint16(x[e] >> high)) * to_float(np.uint16(y[e] >> high))
+            for apart in halvings:
+                total += shuffle_xor(total, uint32(apart))
+            if lane == n:
+                mine = total
+        i = int32(i0 + lane * at_once)
+        if lane < passes and i < N:
             lse = L[b, h, i] if i < Nq else -float32(float("inf"))
             nothing = lse == -float32(float("inf"))
             L2[bh, i] = float32(float("inf")) if nothing else lse * float32(log2e)
-            D[bh, i] = float32(0) if nothing else total
+            D[bh, i] = float32(0) if nothing else mine
 
     return backward_statistics
 
@@ -234,10 +254,11 @@ def finish(tile: BackwardTile, dtype: str) -> Any:
     """dQ = scale times the sum of what the blocks added up, in rows and in 16 bits.
 
     parts (batch heads Tr consumers, 64 dQ_queries): what the threads' registers held, a block for
-    each tile of queries; writes dQ (batch, heads, Nq, d). scale has a factor of log2(e).
+    each tile of queries; writes dQ (batch, heads, Nq, d). scale has a factor of log2(e). Two
+    threads have a sector of dQ, 32 bytes, and write half of it each, in one instruction.
     """
     Br, consumers, panels, queries = tile.Br, tile.consumers, tile.panels, tile.dQ_queries
-    jobs, eights, two, ln2 = consumers * queries // 8 * 16, queries // 8, pack(dtype), 1 / LOG2E
+    jobs, eights, two, ln2 = consumers * queries // 8 * 32, queries // 8, pack(dtype), 1 / LOG2E
 
     @kernel(WARPGROUP)
     def backward_dQ(parts, dQ, scale):
@@ -245,24 +266,22 @@ def finish(tile: BackwardTile, dtype: str) -> Any:
         Tr, block = uint32(uint32(Nq + (Br - 1)) // uint32(Br)), uint32(cuda.blockIdx.x)
         i0, bh = int32(block % Tr * Br), uint32(block // Tr)
         b, h = uint32(bh // H), uint32(bh % H)
-        x = cuda.local.array(32, float32)
+        x = cuda.local.array(16, float32)
         W = cuda.local.array(4, uint32)
+        by = scale * float32(ln2)
         for job in range(uint32(cuda.threadIdx.x), jobs, WARPGROUP):
-            t, warp = uint32(job % 4), uint32(job // 4 % 4)
-            n, w = uint32(job // 16 % eights), uint32(job // 16 // eights)
+            half, t, warp = uint32(job % 2), uint32(job // 2 % 4), uint32(job // 8 % 4)
+            n, w = uint32(job // 32 % eights), uint32(job // 32 // eights)
             for g in range(8):
-                at = uint32(4 * (WARPGROUP * n + 32 * warp + 4 * g + t))
-                four = load_four(parts, uint32(block * consumers + w), at)
-                for u in range(4):
-                    x[8 * u + g] = four[u] * (scale * float32(ln2))
+                at = uint32(4 * (WARPGROUP * n + 32 * warp + 4 * g + t) + 2 * half)
+                fetch_two(x, 2 * g, parts, uint32(block * consumers + w), at)
             i = int32(i0 + w // panels * queries + 8 * n + 2 * t)
-            c = int32(PANEL * (w % panels) + 16 * warp)
-            for u in range(4):
-                row, column = int32(i + u % 2), int32(c + u // 2 * 8)
+            column = int32(PANEL * (w % panels) + 16 * warp + 8 * half)
+            for u in range(2):
                 for e in range(4):
-                    W[e] = two(x[8 * u + 2 * e + 1], x[8 * u + 2 * e])
-                if row < Nq and column < d:
-                    store_eight(dQ[b, h], row, column, W, 0)
+                    W[e] = two(x[4 * e + 2 + u] * by, x[4 * e + u] * by)
+                if i + u < Nq and column < d:
+                    store_eight(dQ[b, h], int32(i + u), column, W, 0)
 
     return backward_dQ
 
@@ -523,7 +542,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
             mbarrier_init(uint32(bars + uint32(again)), 1)
             for n in range(2 * STAGES):
                 mbarrier_init(uint32(bars + uint32(full_Q + 8 * n)), 2)
-                mbarrier_init(uint32(bars + uint32(empty_Q + 8 * n)), consumers)
+                mbarrier_init(uint32(bars + uint32(empty_Q + 8 * n)), WARPS * consumers)
             fence_mbarrier_init()
         real = real_keys(rules, words, begin, b, block % Tc, tid)
         if real == 0:
@@ -565,6 +584,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                 tid = opaque(tid)  # what follows from it is not kept: registers are scarce
                 warpgroup, leader = uint32(tid // uint32(WARPGROUP)), tid % uint32(WARPGROUP) == 0
                 within, t = row_of(tid), uint32(tid % uint32(4))
+                speaks = tid % uint32(32) == 0  # for its warp, that it is done with a tile
                 mine_in = uint32(warpgroup * uint32(box))  # bytes: where its keys begin in a tile
                 i0, r0 = int32(i * Br), int32(j0 + warpgroup * ROWS)  # its first key
                 key = int32(r0 + within)  # the thread's, which has key + 8 besides
@@ -617,7 +637,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                 all_but_one()
                 have_dKV(dVj, 0)
                 have_dQ(dQi, 0)
-                if leader:
+                if speaks:
                     mbarrier_arrive(bar_of(bars, empty_dO, n))
                 dQ_in = uint32(at_dQ + warpgroup * uint32(dQ_bytes))
                 put_dQ(floats, uint32(begin + dQ_in) >> uint32(2), dQi)
@@ -630,7 +650,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                     tma_commit_group()
                 all_products()
                 have_dKV(dKj, 0)
-                if leader:
+                if speaks:
                     mbarrier_arrive(bar_of(bars, empty_Q, n))
                 if banded and hidden and bad_K:
                     bring_K_back(K, base, bars, j0, key_head, b, reloads, tid)

@@ -649,9 +649,9 @@ def _hopper_backward(p: Problem, made: Plan, O: Any, L: Any, dO: Any) -> None:
     L2, D = (x.reshape(heads, Tr * tile.Br) for x in (L2, D))
     threads = max(32, threads)  # whole warps
     function = hopper_backward.row_statistics(p.d, threads, p.q.dtype)
-    rows = threads // hopper_backward.lanes(p.d)
-    grid = -(-Tr * tile.Br // rows) * heads
-    made.add("D", function, grid, threads, 0, (dO, O, L, L2, D), (2, 16))
+    grid = -(-Tr * tile.Br // (hopper_backward.WARP_ROWS * threads // 32)) * heads
+    waits = hopper_backward.loads_under_way(p.d), 16
+    made.add("D", function, grid, threads, 0, (dO, O, L, L2, D), waits)
     parts = parts.reshape(heads * Tr * tile.consumers, tile.dQ_floats)
     args = hopper_backward.arguments(p, tile, dO, L2, D, parts, dK, dV, _key_tiles(p, made))
     function = hopper_backward.flash_attention_3_backward(tile, p.features)

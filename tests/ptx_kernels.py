@@ -127,6 +127,23 @@ def alone(x, y, dtype):
     return power, packed, other, third, above
 
 
+def turned_round(A):
+    """A (32, 4) of float32 whose pairs of columns were loaded at once, and stored the other way."""
+
+    @kernel(32)
+    def copies(A, out):
+        lane = uint32(cuda.threadIdx.x)
+        X = cuda.local.array(6, float32)
+        warp.fetch_two(X, 1, A, lane, uint32(0))
+        warp.fetch_two(X, 3, A, lane, uint32(2))
+        warp.store_two(out, lane, uint32(0), X[4], X[3])
+        warp.store_two(out, lane, uint32(2), X[2], X[1])
+
+    out = np.zeros_like(A)
+    run(copies, A, out)
+    return out
+
+
 def round_trip(pairs):
     """A matrix (32, 8) of 16-bit elements that went on chip in pairs and came back in one piece.
 

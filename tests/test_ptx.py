@@ -110,6 +110,11 @@ def test_pairs_on_chip_leave_it_in_order(simulator):
     assert np.array_equal(found, out)
 
 
+def test_two_floats_are_loaded_and_stored_at_once(simulator):
+    A = np.arange(128, dtype=np.float32).reshape(32, 4)
+    assert np.array_equal(simulator("turned_round", A), A[:, ::-1])
+
+
 def test_a_warp_that_diverges_is_refused(simulator):
     with pytest.raises(RuntimeError, match="one warp, several instructions"):
         simulator("diverge")

@@ -19,9 +19,10 @@ from .emulation import GARBAGE, element_bits, elements, thread, together
 
 __all__ = [
     "add_nothing", "ballot", "clear_eight", "copy_out", "cp_async", "cp_async_commit",
-    "cp_async_wait", "cp_async_word", "exp2", "ldmatrix", "ldmatrix_trans", "load_eight",
-    "load_two", "load_words", "mma", "opaque", "pack", "reciprocal", "red_add", "shuffle_bits",
-    "shuffle_xor", "shuffle_xor_bits", "stmatrix", "store_eight", "store_pair", "store_two",
+    "cp_async_wait", "cp_async_word", "exp2", "fetch_two", "ldmatrix", "ldmatrix_trans",
+    "load_eight", "load_two", "load_words", "mma", "opaque", "pack", "reciprocal", "red_add",
+    "shuffle_bits", "shuffle_xor", "shuffle_xor_bits", "stmatrix", "store_eight", "store_pair",
+    "store_two",
 ]  # fmt: skip
 
 G, T = np.divmod(np.arange(32), 4)
@@ -297,6 +298,12 @@ def opaque(x: Any) -> Any:
 def load_two(X: Any, x: Any, floats: Any, at: Any) -> None:
     """X[x : x + 2] = floats[at : at + 2] of shared memory, in one instruction; at is even."""
     X[x : x + 2] = floats[at : at + 2]
+
+
+@instruction("ld.global.cg.v2.f32 {X}, [{source}];", X=Writes(f32, 2), source=Global())
+def fetch_two(X: Any, x: Any, A: Any, i: Any, j: Any) -> None:
+    """X[x : x + 2] = A[i, j : j + 2] of float32, past L1, in one instruction; j is even."""
+    X[x], X[x + 1] = A[int(i), int(j)], A[int(i), int(j) + 1]
 
 
 @instruction("ld.global.cg.v4.b32 {W}, [{source}];", W=Writes(u32, 4), source=Global())
