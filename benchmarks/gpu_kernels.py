@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashsim as fs
 from flashsim import kernels
+from flashsim.kernels.warpgroup_tiles import FP8_ROWS
 from flashsim.measure.bench import header
 from flashsim.measure.counters import command, parse_csv
 from flashsim.measure.timing import compile_steps, compilers, milliseconds
@@ -53,6 +54,7 @@ TENSOR_CORES = [
     for is_causal in ((False, True) if algorithm == "hopper" else (False,))
     for backward in (False, True)
 ]
+TENSOR_CORES += [("hopper_fp8", False, WIDE, is_causal) for is_causal in (False, True)]
 
 COUNTING = "counting "
 
@@ -302,13 +304,18 @@ def tensor_model(algorithm, backward, shape, is_causal, tiles):
     """Bytes into and out of the multiprocessors by launch: FlashAttention-2's, shared out."""
     B, H, N, d = shape
     Br, Bc = reversed(tiles) if backward and algorithm == "ampere" else tiles  # keys are its rows
+    fp8 = {"fp8": FP8_ROWS} if algorithm == "hopper_fp8" else {}
     cost = fs.io_cost(
-        "flash2", N=N, d=d, Br=Br, Bc=Bc, heads=H, batch=B, dtype="float16", backward=backward,
-        is_causal=is_causal,
+        "flash3-fp8" if fp8 else "flash2", N=N, d=d, Br=Br, Bc=Bc, heads=H, batch=B,
+        dtype="float16", backward=backward, is_causal=is_causal, **fp8,
     )  # fmt: skip
+    rows, numbers, reads, writes = B * H * N, B * H * N * d, cost.reads, cost.writes
+    if fp8:  # with scales, and signs of columns, of which a block has few
+        before = (2 * numbers, numbers + 4 * rows // FP8_ROWS)
+        attention = (cost.read_bytes, cost.written_bytes)
+        return {f"{x} in FP8": before for x in "QKV"} | {"hopper": attention}
     if not backward:
         return {algorithm: (cost.read_bytes, cost.written_bytes)}
-    rows, numbers, reads, writes = B * H * N, B * H * N * d, cost.reads, cost.writes
     read_again = reads["Q"] + reads["K"] + reads["V"] + reads["dO"] - numbers
     added = writes["dQ"] - numbers  # in the L2: it enters no multiprocessor
     statistics = 2 if algorithm == "hopper" else 1  # of a row: D, and L in another base

@@ -6,10 +6,12 @@ Needs PyTorch. In each case the contestants take turns, call by call, in one pro
 each counts, and the ratio is the peer's over ours. Errors are the largest against float64, on
 normal numbers and on six times as large ones, beside those of PyTorch's flash backend. Forward and
 backward at 16,384 tokens and 2048 columns of heads; decoding one query a head, eight heads to a
-key head, beside a copy.
+key head, beside a copy. FP8 with and without what brings 16-bit numbers there; its errors are root
+mean squares, on normal numbers of which one in a thousand has one ten times as large added.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -29,7 +31,7 @@ from flashsim.kernels import gpu
 from flashsim.measure.bench import header, require_gpu
 from flashsim.measure.timing import compile_steps, compilers
 
-OURS = ("hopper", "ampere")
+OURS, FP8 = ("hopper", "ampere"), ("hopper_fp8", "hopper")
 LENGTHS, DECODED = (1024, 2048, 4096, 8192, 16384), (65536, 131072)
 FLEX_LENGTHS = (4096, 16384)  # each is compiled anew, which takes long
 ROUNDS, PAUSE_CYCLES = 40, 1_000_000
@@ -71,7 +73,7 @@ def medians(calls):
     return {name: statistics.median(x) for name, x in times.items()}, errors
 
 
-def compile_one(algorithm, d, is_causal, backward):
+def compile_one(algorithm, d, is_causal, backward=False):
     """Compile the kernels of a case, which stay on disk."""
     q, lse = normal(1, 1, 256, d), torch.zeros(1, 1, 256, device="cuda")
     what = {"algorithm": algorithm, "is_causal": is_causal}
@@ -82,7 +84,9 @@ def compile_one(algorithm, d, is_causal, backward):
 def compile_ahead():
     """Compile all that is timed, in processes beside each other."""
     with ProcessPoolExecutor(compilers(), get_context("spawn")) as pool:
-        cases = product(OURS, (64, 128), (False, True), (False, True))
+        cases = [*product(OURS, (64, 128), (False, True), (False, True))]
+        if gpu.compute_capability() == (9, 0):
+            cases += product(FP8[:1], (128,), (False, True))
         for done in [pool.submit(compile_one, *case) for case in cases]:
             done.result()
 
@@ -124,6 +128,33 @@ def accuracy(d, is_causal, size):
     outputs["flash"] = with_backend(BACKENDS["flash"], q, k, v, is_causal=is_causal)
     far = {name: (x.double() - exact).abs().max().item() for name, x in outputs.items()}
     return {"d": d, "is_causal": is_causal, "size": size, "largest_error": far}
+
+
+def in_fp8(N, is_causal, d=128):
+    """A row of the table of FP8: "alone" is the last step, of Q, K and V that are in e4m3."""
+    q, k, v = (normal(TOKENS // N, MODEL // d, N, d) for _ in range(3))
+    plans = {x: kernels.plan(q, k, v, algorithm=x, is_causal=is_causal) for x in FP8}
+    calls = {x: p.launch for x, p in plans.items()}
+    *before, last = plans["hopper_fp8"].steps
+    for name, steps in ("alone", [last]), ("before", before):
+        calls[name] = dataclasses.replace(plans["hopper_fp8"], steps=steps).launch
+    calls["cuDNN"] = lambda: with_backend(BACKENDS["cuDNN"], q, k, v, is_causal=is_causal)
+    found, errors = medians(calls)
+    return {"N": N, "d": d, "is_causal": is_causal, "ms": found, "errors": errors}
+
+
+def outliers(N=8192, d=128):
+    """Root mean square errors against float64, as in Table 3 of the FlashAttention-3 paper."""
+    q, k, v = (
+        (x + 10 * torch.randn_like(x) * (torch.rand_like(x) < 0.001)).half()
+        for x in (normal(1, 4, N, d, dtype=torch.float32) for _ in range(3))
+    )
+    exact = sdpa(*(x.double() for x in (q, k, v)))
+    found = {x: kernels.attention(q, k, v, algorithm=x).output for x in FP8}
+    plain = kernels.attention(q, k, v, algorithm="hopper_fp8", incoherent=False)
+    found["hopper_fp8, not rotated"] = plain.output
+    far = {x: (o.double() - exact).square().mean().sqrt().item() for x, o in found.items()}
+    return {"N": N, "d": d, "root_mean_square_error": far}
 
 
 def decoding(N, d=128, key_heads=8, group=8):
@@ -176,7 +207,7 @@ def main():
         sys.exit(f"tensor_cores: {str(missing).removeprefix('bench: ')}")
     compile_ahead()
     torch.manual_seed(0)
-    tables = ("errors", "forward", "backward", "decoding")
+    tables = ("errors", "forward", "backward", "decoding", "fp8", "fp8_errors")
     how = f"CUDA events around one call, contestants in turns; medians of {ROUNDS}"
     result = {"header": header(flush=False) | {"time": how}, **{table: [] for table in tables}}
     for d, is_causal, size in product((64, 128), (False, True), (1, 6)):
@@ -190,6 +221,11 @@ def main():
         for N in DECODED:
             result["decoding"].append(decoding(N))
             print(result["decoding"][-1], flush=True)
+        result["fp8_errors"].append(outliers())
+        print(result["fp8_errors"][-1], flush=True)
+        for is_causal, N in product((False, True), LENGTHS):
+            result["fp8"].append(in_fp8(N, is_causal))
+            print("fp8", result["fp8"][-1], flush=True)
     for d, is_causal, N in product((64, 128), (False, True), LENGTHS):
         result["backward"].append(backward(N, d, is_causal))
         print("backward", shown(result["backward"][-1], products=5), flush=True)

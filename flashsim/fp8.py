@@ -43,6 +43,11 @@ def rounded(x: Array) -> Array:
     return x.astype(E4M3).astype(x.dtype)
 
 
+def signs(width: int, seed: int = 0) -> Array:
+    """The random signs of `rotation`, 1 and -1, (width,)."""
+    return np.random.default_rng(seed).choice([-1.0, 1.0], width)
+
+
 @cache
 def rotation(width: int, seed: int = 0) -> Array:
     """Random signs times Hadamard, orthogonal, (width, width) in float64; x is rotated by x @ it.
@@ -54,8 +59,7 @@ def rotation(width: int, seed: int = 0) -> Array:
         if width >> bit & 1:
             R[start : start + 2**bit, start : start + 2**bit] = _hadamard(2**bit)
             start += 2**bit
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], width)
-    return np.asarray(signs[:, None] * R)
+    return np.asarray(signs(width, seed)[:, None] * R)
 
 
 def _hadamard(n: int) -> Array:

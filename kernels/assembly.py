@@ -16,6 +16,7 @@ from . import (
     flash2,
     flash2_backward,
     flash2_two_kernels,
+    fp8,
     gpu,
     gradients,
     hopper,
@@ -28,7 +29,7 @@ from . import (
     standard,
 )
 from .gpu import types
-from .warpgroup_tiles import WARPGROUP, WarpgroupTile
+from .warpgroup_tiles import WARPGROUP, WarpgroupTile, fp8_tile_for
 
 ROOM = 227 * 1024  # bytes of shared memory a block may have on compute capability 9.0
 # Of each kernel, the row of the registry whose default tiles it takes.
@@ -130,9 +131,20 @@ def hopper_report(
     Br: int, Bc: int, d: int, ping_pong: bool = False, **features: Any
 ) -> dict[str, int]:
     """The same, and warnings, of the kernel for warpgroups on sm_90a; see gpu.linked."""
-    tile, f = WarpgroupTile(Br, Bc, d, ping_pong=ping_pong), masks.Features(**features)
+    f = masks.Features(**features)
+    tile = WarpgroupTile(Br, Bc, d, ping_pong=ping_pong)
+    if f.fp8:
+        tile = fp8_tile_for(Br, Bc, d)
     function = hopper.flash_attention_3(tile, f)
     return {"threads": tile.threads, **gpu.linked(function, hopper.signature(f), "sm_90a")}
+
+
+def fp8_report(rotated: bool, transposed: bool, **features: Any) -> dict[str, int]:
+    """The same of what brings Q, K (rotated or not) and V (transposed) into e4m3."""
+    words, scales = types.Array(types.uint16, 4, "C"), types.Array(types.float32, 3, "C")
+    signature = (words, words, scales, types.Array(types.float32, 1, "C"))
+    function = fp8.quantised(128, masks.Features(**features).dtype, rotated, transposed)
+    return {"threads": fp8.THREADS, **gpu.linked(function, signature, "sm_90a")}
 
 
 def hopper_backward_report(Br: int, Bc: int, d: int, **features: Any) -> dict[str, int]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from . import padding, warp_tiles, warpgroup_tiles
+from . import fp8, padding, warp_tiles, warpgroup_tiles
 from .gpu import cuda, device, float32, int32, kernel, log, types, uint32
 from .masks import LOG2E, Features
 from .ptx.mbarrier import (
@@ -66,10 +66,15 @@ def signature(f: Features) -> tuple[Any, ...]:
 
 
 def rule_types(f: Features) -> tuple[Any, ...]:
-    """Of what its last argument holds: nothing without padding and dropout."""
+    """Of what its last argument holds: nothing without padding, dropout and FP8."""
     tables = types.Array(types.int32, 2, "C"), types.Array(types.int32, 3, "C")
     random = types.uint64, types.uint64, types.float32
-    return (*(tables if f.keys else ()), *(random if f.dropout else ()))
+    scales = [types.Array(types.float32, 3, "C")] * 3
+    return (
+        *(tables if f.keys else ()),
+        *(random if f.dropout else ()),
+        *(scales if f.fp8 else ()),
+    )
 
 
 def arguments(
@@ -78,13 +83,14 @@ def arguments(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The kernel's arguments for a checked `launch.Problem`; Q as the kernel is to see it.
 
-    tables: what `padding.walked_tiles` writes, with a padding mask; otherwise nothing.
+    tables: what `padding.walked_tiles` writes, with a padding mask; in FP8 the scales of Q, K and
+    V; otherwise nothing.
     """
     lo, hi, scale = p.rules[3:6]
-    boxes = {"q": (Q, ROWS), "k": (p.K, tile.Bc), "v": (p.V, tile.Bc)}
+    boxes = {"q": (Q, ROWS), "k": (p.K, tile.Bc), "v": (p.V, tile.V_rows)}
     boxes |= {} if f.output else {"output": (O, ROWS)}
     maps = tensor_maps(boxes, f.dtype)
-    of_a_head = 4 * max(1, p.Nk * p.d)  # bytes of K and V
+    of_a_head = (2 if f.fp8 else 4) * max(1, p.Nk * p.d)  # bytes of K and V
     together = max(1, L2_BYTES // of_a_head) if f.band else 1
     section = min(together * group, L.shape[0] * L.shape[1])
     Nk, lo, hi, span = np.array([p.Nk, lo, hi, span], np.int32)
@@ -118,10 +124,15 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     array, and L have a batch for each part. counter (2,): 0 before and after. rules: with padding,
     rank and walked of `padding.walked_tiles`, and tiles are counted among those that are walked;
     with dropout, seed, threshold and factor of `dropout.kept`.
+
+    In FP8, section 3.3 there, Q, K and V are as `fp8.quantised` leaves them, and rules are their
+    scales, the same for 128 rows: (batch, heads, blocks of rows). P is rounded to e4m3. What a mask
+    hides of V must be finite; padding and dropout are left out.
     """
     Br, Bc, d, stages, consumers = tile.Br, tile.Bc, tile.d, tile.stages, tile.consumers
     Q_bytes, KV_bytes, ping_pong = tile.Q_bytes, tile.KV_bytes, tile.ping_pong and consumers > 1
     Q_panel, KV_panel, box = ROW_BYTES * Br, ROW_BYTES * Bc, ROW_BYTES * ROWS  # bytes
+    Q_loaded = 2 * Br * tile.loaded_columns
     RS, RP, RO = Bc // 2, Bc // 4, d // 2  # registers of S, P and O
     ln2, banded, wide, shares = 1 / LOG2E, f.band, bool(f.output), consumers > 1
     places, K_at = tile.places, tile.places * Q_bytes  # bytes from the first Q on
@@ -133,7 +144,8 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     words_at = tile.bars_at + 8 * tile.mbarriers
     turns, written, cleared, looked = 1, 1 + consumers, 1 + 2 * consumers, 2 + 2 * consumers
     pair, computing, looking = 2 * WARPGROUP, consumers * WARPGROUP, WARPGROUP - 32  # threads
-    padded, dropout, masked = f.keys, f.dropout, f.band or f.keys
+    padded, dropout, masked = f.keys, f.dropout, (f.band or f.keys) and not f.fp8
+    above = fp8.ABOVE if f.fp8 else 0
     apart = not padded and d <= 128
     key_words = tile.key_words
     slots_at, kept_words = words_at + 4 * TURNS * WORDS + 4 * stages, warp_tiles.kept_words(Bc)
@@ -142,16 +154,22 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
 
     few, many = tile.registers_with_padding if f.keys else tile.registers
     give_up, take = setmaxnreg_dec(few), setmaxnreg_inc(many)
-    load_KV = warpgroup_tiles.load(Bc, d)
-    start_S = warpgroup_tiles.rows_by_rows(Br, Bc, d, f.dtype)
-    start_O = warpgroup_tiles.rows_by_columns(Bc, d, f.dtype)
+    load_K = warpgroup_tiles.load(Bc, tile.loaded_columns)
+    load_V = warpgroup_tiles.load_transposed(d) if f.fp8 else load_K
+    loaded_columns = tile.loaded_columns
+    if f.fp8:
+        start_S = warpgroup_tiles.rows_by_rows(Br, Bc, d // 2, "e4m3")
+        start_O = warpgroup_tiles.rows_by_transposed(Bc, d)
+    else:
+        start_S = warpgroup_tiles.rows_by_rows(Br, Bc, d, f.dtype)
+        start_O = warpgroup_tiles.rows_by_columns(Bc, d, f.dtype)
     all_but_one, all_products = wgmma_wait_group(1), wgmma_wait_group(0)
     have_left = tma_wait_group_read(later)
     stage, bar, wait_until_full, wait_until_empty = warpgroup_tiles.ring(stages)
     place, bar_of_Q, wait_for_Q, wait_for_place = warpgroup_tiles.ring(places)
     have_S, have_O = pin(RS), pin(RO)
     mask_after, mask_before = warpgroup_tiles.mask_after(Bc), warpgroup_tiles.mask_before(Bc)
-    softmax = warpgroup_tiles.softmax(Bc)
+    softmax = warpgroup_tiles.softmax(Bc, above)
     not_finite = warpgroup_tiles.not_finite(Bc, d, looking, f.dtype)
     add_not_finite = warpgroup_tiles.add_not_finite(Bc, d, f.dtype)
     clear_not_finite = warpgroup_tiles.clear_not_finite(Bc, d, computing, f.dtype)
@@ -159,7 +177,8 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
     store_wide = warpgroup_tiles.store_wide(d)
     mask_padding = warpgroup_tiles.mask_padding(Bc)
     clear_padding = warpgroup_tiles.clear_padding(Bc, d, looking)
-    kept, weigh = warp_tiles.kept(Bc), warpgroup_tiles.weigh(Bc, f.dtype, dropout)
+    kept, weigh = warp_tiles.kept(Bc), warpgroup_tiles.weigh(Bc, f.dtype, dropout, f.fp8)
+    of_rows, of_tile, first_units, in_units, O_in_units, kept_units = fp8.units(f.fp8)
     tiles_between = padding.tiles_between(Bc, padded)
 
     @device
@@ -323,8 +342,8 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             key_head, b = words[told + 5], words[told + 6]
             if i0 == NONE:
                 break
-            mbarrier_expect_tx(full, Q_bytes)  # load Q_i
-            for c in range(d // PANEL):
+            mbarrier_expect_tx(full, Q_loaded)  # load Q_i
+            for c in range(loaded_columns // PANEL):
                 for w in range(consumers):
                     to = uint32(Q_at(here, turn) + uint32(c * Q_panel + w * box))
                     tma_load(to, Q, PANEL * c, i0 + ROWS * w, h, b, full)
@@ -334,9 +353,9 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                 j0 = uint32((first + c - before) * Bc)
                 wait_until_empty(here, empty_K, n)  # load K_j, V_j
                 j0 = announce(sm, words, here, n, rules, b, j0)
-                load_KV(tile_at(here, K_at, n), K, j0, key_head, b, bar(here, full_K, n))
+                load_K(tile_at(here, K_at, n), K, j0, key_head, b, bar(here, full_K, n))
                 wait_until_empty(here, empty_V, n)
-                load_KV(tile_at(here, V_at, n), V, j0, key_head, b, bar(here, full_V, n))
+                load_V(tile_at(here, V_at, n), V, j0, key_head, b, bar(here, full_V, n))
                 if n == before:  # for the next turn, while these are under way
                     then = uint32(turn + 1)
                     tell(
@@ -407,7 +426,11 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         wait_until_full(base, looked_V, n)
 
     @device
-    def set_aside(sm, words, base, n, O, i, lo, hi):
+    def nothing_aside(sm, words, base, n, O, i, lo, hi):
+        """In FP8, where inf and NaN of V behind a mask reach the output."""
+
+    @device
+    def set_aside_odd(sm, words, base, n, O, i, lo, hi):
         """Of a V_j with inf or NaN, these go to O where they are seen, and 0 is left of them.
 
         i: the warpgroup's first row, from the tile's first key on. By all consumers together.
@@ -421,6 +444,8 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             clear_not_finite(sm, at, thread)
             fence_proxy_async()
             bar_sync(cleared, computing)
+
+    set_aside = nothing_aside if f.fp8 else set_aside_odd
 
     @device
     def wait_until_cleared(sm, words, base, n):
@@ -502,7 +527,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         @device
         def step_of_walk(held, given, n, j0):
             """S of the n-th tile, O of the one before; j0: its first key, and of the n-th after."""
-            S, P, O, m, l, alpha, keep = held
+            S, P, O, m, l, alpha, units, keep = held
             q, sm, words, base, rules, turn, i0, r0, Nk, lo, hi, scale = given[:12]
             warpgroup, leader, tid = given[12:]
             if careful and border(i0, j0, lo, hi):
@@ -516,6 +541,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             start_O(O, P, Vj)  # O += PV, one behind
             give_turn(warpgroup)
             next_key = first_key(sm, words, base, n, int32(j0 + Bc))
+            S_scale, V_scale = of_tile(rules, words, told_at(sm, base, turn), next_key, scale)
             choose(keep, sm, words, base, turn, rules, warpgroup, next_key)
             all_but_one()
             have_S(S, 0)
@@ -524,12 +550,14 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             j0 = first_key(sm, words, base, n, int32(j0 + Bc))
             if careful:
                 mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi)
-            softmax(S, m, l, alpha, scale)  # while O is under way
+            in_units(m, units, S_scale)
+            softmax(S, m, l, alpha, S_scale)  # while O is under way
             all_products()
             have_O(O, 0)
             if leader:
                 mbarrier_arrive(bar(base, empty_V, n - 1))
             weigh(S, P, keep, rules)
+            O_in_units(alpha, units, V_scale)
             rescale(O, alpha)
             return j0
 
@@ -600,17 +628,20 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         return int32(words[told] + w * ROWS + row_within(thread))
 
     @device
-    def settle(L, m, l, over, sm, words, base, turn, tid, scale):
-        """Write L_i of a turn; over = 1 / l, or 0 if no key counts."""
+    def settle(L, m, l, over, units, sm, words, base, turn, tid, scale):
+        """Write L_i of a turn; over is what makes O_i of O: 1 / l, or 0 if no key counts."""
+        S_scale, V_scale = kept_units(units, scale)
         told = told_at(sm, base, opaque(turn))  # read again: kept, it would take registers
         thread = opaque(tid)
         t, row, Nq = uint32(thread % uint32(4)), row_of(words, told, thread), uint32(L.shape[2])
         h, b = uint32(words[told + 1]), uint32(words[told + 2])
         for r in range(2):
             l[r] = row_sum(l[r])
-            over[r] = reciprocal(l[r]) if l[r] != float32(0) else float32(0)
+            over[r] = reciprocal(l[r]) * V_scale if l[r] != float32(0) else float32(0)
             if t == 0 and row + 8 * r < Nq:
-                shift = m[r] * scale if m[r] != -float32(float("inf")) else float32(0)
+                shift = m[r] * S_scale if m[r] != -float32(float("inf")) else float32(0)
+                if above:
+                    shift = shift - float32(above)
                 L[b, h, uint32(row + 8 * r)] = shift * float32(ln2) + log(l[r])
 
     @device
@@ -632,15 +663,15 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             give_back(base, turn)
 
     @device
-    def finish(O, L, Oi, m, l, alpha, sm, words, base, turn, tid, leader, scale):
+    def finish(O, L, Oi, m, l, alpha, units, sm, words, base, turn, tid, leader, scale):
         """Write O_i and L_i of a turn."""
-        settle(L, m, l, alpha, sm, words, base, turn, tid, scale)
+        settle(L, m, l, alpha, units, sm, words, base, turn, tid, scale)
         leave(O, Oi, alpha, sm, words, base, turn, tid, leader, L.shape[2])
 
     @device
     def first_scores(held, given, n, j0):
         """S of a turn's first tile, the n-th, alone; j0: its first key."""
-        S, P, _, m, l, alpha, keep = held
+        S, P, _, m, l, alpha, units, keep = held
         q, sm, words, base, rules, turn, _, r0, Nk, lo, hi, scale = given[:12]
         warpgroup, leader, tid = given[12:]
         wait_until_full(base, full_K, n)
@@ -648,13 +679,15 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         start_S(S, descriptor(q, 0), descriptor(tile_at(base, K_at, n), 0))  # S = QKᵀ
         give_turn(warpgroup)
         j0 = first_key(sm, words, base, n, j0)
+        S_scale, V_scale = of_tile(rules, words, told_at(sm, base, turn), j0, scale)
         choose(keep, sm, words, base, turn, rules, warpgroup, j0)
         all_products()
         have_S(S, 0)
         if leader:
             mbarrier_arrive(bar(base, empty_K, n))
         mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi)
-        softmax(S, m, l, alpha, scale)
+        first_units(units, S_scale, V_scale)
+        softmax(S, m, l, alpha, S_scale)
         weigh(S, P, keep, rules)
         return j0
 
@@ -679,7 +712,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         One could follow the other, but then nothing would be computed beside a softmax. j_before,
         j0: the first key of the one tile, and of the other.
         """
-        S, P, Oi, m, l, alpha, keep = held
+        S, P, Oi, m, l, alpha, units, keep = held
         q, sm, words, base, rules, turn, _, r0, Nk, lo, hi, scale = given[:12]
         warpgroup, leader, tid = given[12:]
         over = cuda.local.array(2, float32)
@@ -695,16 +728,18 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
         wait_until_full(base, full_V, n - 1)
         start_O(Oi, P, descriptor(tile_at(base, V_at, n - 1), KV_panel))
         give_turn(warpgroup)
-        settle(L, m, l, over, sm, words, base, opaque(turn) - 1, tid, scale)
+        settle(L, m, l, over, units, sm, words, base, opaque(turn) - 1, tid, scale)
         nothing_yet(m, l)
         j0 = first_key(sm, words, base, n, j0)
+        S_scale, V_scale = of_tile(rules, words, told_at(sm, base, opaque(turn)), j0, scale)
         choose(keep, sm, words, base, turn, rules, warpgroup, j0)
         all_but_one()
         have_S(S, 0)
         if leader:
             mbarrier_arrive(bar(base, empty_K, n))
         mask(S, sm, words, base, n, r0, j0, tid, Nk, lo, hi)
-        softmax(S, m, l, alpha, scale)
+        first_units(units, S_scale, V_scale)
+        softmax(S, m, l, alpha, S_scale)
         all_products()
         have_O(Oi, 0)
         if leader:
@@ -760,8 +795,10 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
             m = cuda.local.array(2, float32)
             l = cuda.local.array(2, float32)
             alpha = cuda.local.array(2, float32)
+            units = cuda.local.array(2, float32)
             keep = cuda.local.array(kept_words, uint32)
-            held = S, P, Oi, m, l, alpha, keep
+            held = S, P, Oi, m, l, alpha, units, keep
+            first_units(units, float32(1), float32(1))
             turn, before = uint32(0), uint32(0)  # key tiles before this turn's
             j0, owes = int32(0), False  # whether the last tile is not in O yet
             if not wide and leader:
@@ -773,7 +810,7 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                 wait_for_Q(base, full_Q, turn)
                 told = told_at(sm, base, turn)
                 i0 = int32(words[told])
-                r0, j_first = i0, int32(0)
+                r0, j_first, row_scale = i0, int32(0), scale
                 n_first, n_stop = before, before  # from here to there the warpgroup sees something
                 again = uint32(opaque(tid) // uint32(WARPGROUP))  # kept, it would take a register
                 q = uint32(Q_at(base, turn) + again * uint32(box))  # where the warpgroup's Q is
@@ -787,9 +824,10 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                         n_first = uint32(before + first - first_tile)
                         n_stop = uint32(n_first + stop - first)
                     j_first = int32(first_tile * Bc)
+                    row_scale = of_rows(rules, words, told, r0, scale)
                 given = (
-                    q, sm, words, base, rules, turn, i0, r0, Nk, lo, hi, scale, warpgroup, leader,
-                    tid,
+                    q, sm, words, base, rules, turn, i0, r0, Nk, lo, hi, row_scale, warpgroup,
+                    leader, tid,
                 )  # fmt: skip
                 if owes and n_first == before and n_first < n_stop:
                     j0 = turn_over(held, given, O, L, n_first, j0, j_first)
@@ -802,7 +840,10 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                             leader,
                         )  # fmt: skip
                     if ahead and turn > 0:
-                        finish(O, L, Oi, m, l, alpha, sm, words, base, turn - 1, tid, leader, scale)
+                        finish(
+                            O, L, Oi, m, l, alpha, units, sm, words, base, turn - 1, tid, leader,
+                            scale,
+                        )  # fmt: skip
                     if i0 == NONE:
                         break
                     nothing_yet(m, l)
@@ -828,7 +869,9 @@ def flash_attention_3(tile: WarpgroupTile, f: Features) -> Any:
                     j_first = int32(j_first + Bc)
 
                 if not ahead:
-                    finish(O, L, Oi, m, l, alpha, sm, words, base, turn, tid, leader, scale)
+                    finish(
+                        O, L, Oi, m, l, alpha, units, sm, words, base, turn, tid, leader, scale,
+                    )  # fmt: skip
                 before, turn = last, uint32(turn + 1)
             if warpgroup == 0:
                 take_turn(warpgroup)  # which nobody has taken

@@ -44,7 +44,6 @@ from .ptx.wgmma import PANEL, ROW_BYTES, descriptor, pin, wgmma_wait_group
 from .warpgroup_tiles import ALIGNED, ROWS, WARPGROUP
 
 WARP_ROWS = 8  # of a warp in row_statistics: what it writes are whole sectors of 32 bytes
-WARPS = WARPGROUP // 32
 STAGES = 2  # places for a tile of Q, one of dO, and one of dS, which another consumer still reads
 
 
@@ -542,7 +541,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
             mbarrier_init(uint32(bars + uint32(again)), 1)
             for n in range(2 * STAGES):
                 mbarrier_init(uint32(bars + uint32(full_Q + 8 * n)), 2)
-                mbarrier_init(uint32(bars + uint32(empty_Q + 8 * n)), WARPS * consumers)
+                mbarrier_init(uint32(bars + uint32(empty_Q + 8 * n)), computing)
             fence_mbarrier_init()
         real = real_keys(rules, words, begin, b, block % Tc, tid)
         if real == 0:
@@ -584,7 +583,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                 tid = opaque(tid)  # what follows from it is not kept: registers are scarce
                 warpgroup, leader = uint32(tid // uint32(WARPGROUP)), tid % uint32(WARPGROUP) == 0
                 within, t = row_of(tid), uint32(tid % uint32(4))
-                speaks = tid % uint32(32) == 0  # for its warp, that it is done with a tile
+                every = tid < uint32(computing)  # always true; without it the assembler spills
                 mine_in = uint32(warpgroup * uint32(box))  # bytes: where its keys begin in a tile
                 i0, r0 = int32(i * Br), int32(j0 + warpgroup * ROWS)  # its first key
                 key = int32(r0 + within)  # the thread's, which has key + 8 besides
@@ -637,7 +636,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                 all_but_one()
                 have_dKV(dVj, 0)
                 have_dQ(dQi, 0)
-                if speaks:
+                if every:  # each thread says that it has read D_i
                     mbarrier_arrive(bar_of(bars, empty_dO, n))
                 dQ_in = uint32(at_dQ + warpgroup * uint32(dQ_bytes))
                 put_dQ(floats, uint32(begin + dQ_in) >> uint32(2), dQi)
@@ -650,7 +649,7 @@ def flash_attention_3_backward(tile: BackwardTile, f: Features) -> Any:
                     tma_commit_group()
                 all_products()
                 have_dKV(dKj, 0)
-                if speaks:
+                if every:  # and L_i
                     mbarrier_arrive(bar_of(bars, empty_Q, n))
                 if banded and hidden and bad_K:
                     bring_K_back(K, base, bars, j0, key_head, b, reloads, tid)

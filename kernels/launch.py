@@ -8,7 +8,7 @@ out.output, out.lse
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import checks
 from ..checks import bad, bad_type
+from ..fp8 import signs
 from ..masks import band
 from . import (
     ampere,
@@ -26,6 +27,7 @@ from . import (
     flash2,
     flash2_backward,
     flash2_two_kernels,
+    fp8,
     gpu,
     gradients,
     hopper,
@@ -39,7 +41,13 @@ from .hopper_backward import BackwardTile
 from .masks import LOG2E, Features
 from .tiles import Tile, loads_under_way, tile_for
 from .warp_tiles import WarpTile, warp_tile_for
-from .warpgroup_tiles import WARPGROUP, WarpgroupTile, warpgroup_tile_for
+from .warpgroup_tiles import (
+    FP8_ROWS,
+    WARPGROUP,
+    WarpgroupTile,
+    fp8_tile_for,
+    warpgroup_tile_for,
+)
 
 WIDEST = 256
 ROWS = 8 if gpu.SIMULATED else 64  # that a block has of what is done row by row
@@ -152,6 +160,7 @@ class Problem:
     rules: tuple[Any, ...]  # the arguments that all kernels share
     scale: float
     stream: int
+    incoherent: bool
 
     def make(self, plan: Plan, name: str, rest: tuple[int, ...], dtype: str, parts: int = 1) -> Any:
         """A new array (*lead, *rest) of the plan, seen as (parts batch, heads, *rest)."""
@@ -172,7 +181,8 @@ def attention(q: Any, k: Any, v: Any, **what: Any) -> KernelAttention:
         current stream, or NumPy, copied there and back. V is as wide as K.
     algorithm : str
         A name in `KERNELS`. One that does not cover the call leaves it to "flash2", and the result
-        says so.
+        says so. "hopper_fp8" is not exact: it rounds Q, K, V and the weights to e4m3. It takes
+        d = 128, causal masks and windows; inf and NaN that a mask hides in V reach the output.
     is_causal, causal_align, window, attn_mask, key_padding_mask, scale, dropout_p, seed, enable_gqa
         As in `flashsim.attention`; the masks may be arrays of the same libraries.
     block_mask : bool array (Tr, Tc), optional
@@ -183,6 +193,8 @@ def attention(q: Any, k: Any, v: Any, **what: Any) -> KernelAttention:
         Threads of a block along Br and Bc; see `flashsim.kernels.tiles`.
     stream : int, optional
         Address of the CUDA stream to run on, instead of the library's current one.
+    incoherent : bool
+        Whether "hopper_fp8" rotates Q and K before it rounds them, as in `flashsim.attention`.
 
     Returns
     -------
@@ -212,6 +224,8 @@ def attention_backward(
     q: Any, k: Any, v: Any, output: Any, lse: Any, do: Any, **what: Any
 ) -> tuple[Any, Any, Any]:
     """(dq, dk, dv) of `attention`, whichever algorithm it ran.
+
+    But "hopper_fp8", whose lse is that of rounded Q and K.
 
     Parameters
     ----------
@@ -295,6 +309,8 @@ def plan(
     row = KERNELS[checks.choice("algorithm", algorithm, KERNELS)]
     _check_layout(algorithm, what.get("block_mask"), tiles)
     problem = checked(q, k, v, tiles=tiles, **what)
+    if not problem.incoherent and algorithm != "hopper_fp8":
+        raise bad("incoherent", False, "True, as algorithm is not 'hopper_fp8'")
     if not row.covers(problem):
         algorithm, row, threads = "flash2", KERNELS["flash2"], None
         tiles = tiles if problem.features.layout else None
@@ -440,19 +456,43 @@ def _ampere(p: Problem, made: Plan) -> None:
     made.add("ampere", function, grid, tile.threads, shared, args, waits, -(-p.Nq // tile.Br))
 
 
-def _hopper(p: Problem, made: Plan) -> None:
+def _hopper(p: Problem, made: Plan, scales: Sequence[Any] = ()) -> None:
     tile = made.tile
     if tile.held > tile.registers[1]:
         accepted = f"tiles whose scores and output take at most {tile.registers[1]} registers"
         raise bad("tiles", (tile.Br, tile.Bc), f"{accepted} of a thread, not {tile.held}")
     O = p.make(made, "O", (p.Nq, p.d), p.q.dtype)
     L = p.make(made, "L", (p.Nq,), "float32")
-    tables = _key_tiles(p, made)
+    tables = (*_key_tiles(p, made), *scales)
     args = hopper.arguments(p, tile, p.features, p.Q, O, L, p.group, p.Nk, tables)
     function = hopper.flash_attention_3(tile, p.features)
     Tr, waits = -(-p.Nq // tile.Br), (2 * tile.stages * tile.KV_bytes // tile.threads // 16, 16)
     grid = min(Tr * p.heads * p.batch, gpu.multiprocessors())
     made.add("hopper", function, grid, tile.threads, tile.bytes, args, waits, Tr)
+
+
+def _hopper_fp8(p: Problem, made: Plan) -> None:
+    """The same, of Q, K and V in e4m3, which steps before make of them."""
+    turned, scales, found = gpu.cuda.to_device(signs(p.d).astype(np.float32)), [], []
+    blocks = -(-p.Nk // FP8_ROWS)
+    columns = (p.d, blocks * FP8_ROWS // 2)
+    for name, x, rest in (("Q", p.Q, None), ("K", p.K, None), ("V", p.V, columns)):
+        batch, heads, N, _ = x.shape
+        shapes = (batch, heads, *(rest or (N, p.d // 2))), (batch, heads, -(-N // FP8_ROWS))
+        X8, scale = (
+            arrays.new(p.q, shape, dtype)[1].seen_as(shape, arrays.contiguous(shape, size))
+            for shape, dtype, size in zip(shapes, ("float16", "float32"), (2, 4), strict=True)
+        )
+        transposed, rotated = name == "V", name != "V" and p.incoherent
+        function = fp8.quantised(p.d, p.q.dtype, rotated, transposed)
+        grid, shared = batch * heads * -(-N // FP8_ROWS), fp8.shared_bytes(p.d, transposed)
+        args, waits = (x, X8, scale, turned), fp8.loads_under_way(p.d)
+        made.add(f"{name} in FP8", function, grid, fp8.THREADS, shared, args, waits)
+        found.append(X8)
+        scales.append(scale)
+    Q8, K8, V8 = found
+    made.inputs = (*made.inputs, *found)
+    _hopper(replace(p, Q=Q8, K=K8, V=V8, features=replace(p.features, fp8=True)), made, scales)
 
 
 def _hopper_split(p: Problem, made: Plan) -> None:
@@ -544,6 +584,11 @@ def _warpgroups_backward(p: Problem, *others: Operand) -> bool:
     """The same of the backward kernel, which holds all columns of dK and dV in registers."""
     apart = all(not x.repeats for x in others)
     return _warpgroups(p) and p.d <= 128 and apart and _sixteen_bits(p, *others)
+
+
+def _eight_bits(p: Problem) -> bool:
+    """The same of the kernel in FP8."""
+    return _warpgroups(p) and p.d == FP8_ROWS and not (p.features.keys or p.features.dropout)
 
 
 def _one_query(p: Problem) -> bool:
@@ -806,6 +851,14 @@ KERNELS = {
         covers=_warpgroups,
         others=_hopper_tiles,
     ),
+    "hopper_fp8": Row(
+        "FlashAttention-3 in FP8",
+        _hopper_fp8,
+        ((128, 128),),
+        _hopper_room,
+        tile=fp8_tile_for,
+        covers=_eight_bits,
+    ),
     "hopper_split_kv": Row(
         "the same with the keys shared out, for one query a head",
         _hopper_split,
@@ -854,7 +907,7 @@ def checked(
     q: Any, k: Any, v: Any, *, is_causal: bool = False, causal_align: str = "bottom-right",
     window: Any = None, attn_mask: Any = None, key_padding_mask: Any = None, block_mask: Any = None,
     scale: float | None = None, dropout_p: float = 0.0, seed: int = 0, enable_gqa: bool = False,
-    tiles: Any = None, stream: int | None = None,
+    tiles: Any = None, stream: int | None = None, incoherent: Any = True,
 ) -> Problem:  # fmt: skip
     """Check everything that says what is to be computed, and bring it into one form."""
     reason = gpu.available()
@@ -896,6 +949,7 @@ def checked(
     if not 0 <= p < 1:
         raise bad("dropout_p", dropout_p, "a probability in [0, 1)")
     seed = checks.integer("seed", seed, 0, 2**64)
+    incoherent = checks.flag("incoherent", incoherent)
     scale = checks.number(
         "scale", d**-0.5 if scale is None else scale, "a finite number, or None for 1/sqrt(d)"
     )
@@ -934,7 +988,7 @@ def checked(
         given[1].seen_as(Ks, Kt),
         given[2].seen_as(Vs, Vt),
         lead, batch, heads, heads // shared if shared else 1, Nq, Nk, d, features, rules, scale,
-        arrays.current_stream(first) if stream is None else stream,
+        arrays.current_stream(first) if stream is None else stream, bool(incoherent),
     )  # fmt: skip
 
 

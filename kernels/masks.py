@@ -20,7 +20,8 @@ class Features:
     """What a kernel is compiled for.
 
     output: the dtype of what is written, if another. mask: "" or the dtype of an array mask; tall,
-    broad: whether it has a row for each query and a column for each key, or one for all.
+    broad: whether it has a row for each query and a column for each key, or one for all. fp8:
+    whether Q, K and V are e4m3.
     """
 
     dtype: str = "float32"
@@ -32,6 +33,7 @@ class Features:
     tall: bool = True
     broad: bool = True
     dropout: bool = False
+    fp8: bool = False
 
     @property
     def stored(self) -> str:

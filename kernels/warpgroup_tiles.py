@@ -22,6 +22,7 @@ from .ptx.warp import (
     load_two,
     load_words,
     pack,
+    pack_four,
     stmatrix,
     store_two,
 )
@@ -33,6 +34,7 @@ from .ptx.wgmma import (
     wgmma_commit_group,
     wgmma_fence,
     wgmma_registers,
+    wgmma_registers_rows,
     wgmma_shared,
 )
 from .warp_tiles import EXPONENT, row_max, survives
@@ -40,6 +42,7 @@ from .warp_tiles import EXPONENT, row_max, survives
 WARPGROUP = 128  # threads
 ROWS = 64  # of queries, that a warpgroup has
 ALIGNED = 1024  # bytes: where a tile may begin
+FP8_ROWS = 128  # that share a scale, of Q, K and V; and e4m3 columns of a panel
 ROOM = 227 * 1024  # bytes of shared memory of a block
 WORDS = 7  # that say what is to be done: first query, head, part and batch, key tiles, head of keys
 TURNS = 4  # of which that is kept: those with a place for Q, and the one after
@@ -57,6 +60,8 @@ class WarpgroupTile:
         Places for a tile of K, and as many for one of V.
     ping_pong : bool
         Whether the consumers take turns to ask for products.
+    fp8 : bool
+        Whether Q, K and V are e4m3: d is 128 then, and so is Bc. V is transposed.
     """
 
     Br: int
@@ -64,8 +69,13 @@ class WarpgroupTile:
     d: int
     stages: int = 2
     ping_pong: bool = False
+    fp8: bool = False
 
     def __post_init__(self) -> None:
+        if self.fp8 and (self.Br not in (64, 128) or self.Bc != FP8_ROWS or self.d != FP8_ROWS):
+            raise ValueError(
+                f"tiles={(self.Br, self.Bc)!r}: expected (64, 128) or (128, 128) in FP8"
+            )
         if self.Br not in (64, 128, 192) or self.Bc % 16 or not 16 <= self.Bc <= 256:
             raise ValueError(
                 f"tiles={(self.Br, self.Bc)!r}: expected 64, 128 or 192 queries, and a multiple of "
@@ -102,13 +112,23 @@ class WarpgroupTile:
 
     @property
     def Q_bytes(self) -> int:
-        """Bytes of a tile of queries."""
+        """Bytes of a place for a tile of queries, which in FP8 does not fill it: O leaves there."""
         return 2 * self.Br * self.d
 
     @property
+    def loaded_columns(self) -> int:
+        """16-bit columns of Q and of K that are loaded, in FP8 for two each."""
+        return self.d // 2 if self.fp8 else self.d
+
+    @property
+    def V_rows(self) -> int:
+        """Rows of a box of V."""
+        return self.d if self.fp8 else self.Bc
+
+    @property
     def KV_bytes(self) -> int:
-        """Bytes of a tile of keys or of values."""
-        return 2 * self.Bc * self.d
+        """Bytes of a place for a tile of keys or of values."""
+        return 2 * self.Bc * self.loaded_columns
 
     @property
     def places(self) -> int:
@@ -153,6 +173,13 @@ def warpgroup_tile_for(
     Taking turns, and with two stages, it was fastest on an H200.
     """
     return WarpgroupTile(Br, Bc, -(-d // PANEL) * PANEL, ping_pong=True)
+
+
+def fp8_tile_for(
+    Br: int, Bc: int, d: int, threads: tuple[int, int] | None = None, results: int = 1
+) -> WarpgroupTile:
+    """The same in FP8, where tiles are half as large and four stages were fastest."""
+    return WarpgroupTile(Br, Bc, d, stages=4, ping_pong=True, fp8=True)
 
 
 @cache
@@ -206,10 +233,26 @@ def load(rows: int, d: int) -> Any:
 
 
 @cache
+def load_transposed(rows: int) -> Any:
+    """load_transposed(to, A, column, head, batch, barrier): `load`, of 128 columns of e4m3.
+
+    A (batch, heads, rows, N) in pairs of columns.
+    """
+
+    @device
+    def load_tile(to, A, column, head, batch, barrier):
+        mbarrier_expect_tx(barrier, uint32(ROW_BYTES * rows))
+        tma_load(to, A, uint32(column // 2), uint32(0), head, batch, barrier)
+
+    return load_tile
+
+
+@cache
 def rows_by_rows(rows: int, columns: int, d: int, dtype: str) -> Any:
     """rows_by_rows(S, a, b): start S = A Bᵀ for A (64, d) and B (columns, d) on chip, a group.
 
     a, b: descriptors; A's rows are of a tile with so many `rows`. S (64, columns) is in registers.
+    Of e4m3, d counts pairs.
     """
     A_panel, B_panel = ROW_BYTES * rows // 16, ROW_BYTES * columns // 16  # as descriptors count
     wgmma, hold = wgmma_shared(columns, dtype), pin(columns // 2)
@@ -241,6 +284,22 @@ def rows_by_columns(columns: int, d: int, dtype: str) -> Any:
         wgmma_fence()
         for n in range(columns // 16):
             wgmma(O, 0, P, 4 * n, b + uint64(sixteen_rows * n), 1)
+        wgmma_commit_group()
+
+    return start_product
+
+
+@cache
+def rows_by_transposed(columns: int, d: int) -> Any:
+    """rows_by_transposed(O, P, b): `rows_by_columns` of e4m3, for Bᵀ (d, columns) on chip."""
+    wgmma, hold = wgmma_registers_rows(d), pin(d // 2)
+
+    @device
+    def start_product(O, P, b):
+        hold(O, 0)
+        wgmma_fence()
+        for n in range(columns // 32):
+            wgmma(O, 0, P, 4 * n, b + uint64(2 * n), 1)
         wgmma_commit_group()
 
     return start_product
@@ -482,8 +541,10 @@ def clear_not_finite(rows: int, d: int, threads: int, dtype: str) -> Any:
 
 
 @cache
-def softmax(columns: int) -> Any:
+def softmax(columns: int, above: int = 0) -> Any:
     """softmax(S, m, l, alpha, scale): S becomes exp(S - m_new), and alpha exp(m - m_new).
+
+    S, and with it l, is 2**above times that.
 
     m (of scores before they are scaled), l and alpha are of the thread's two rows; l sums what the
     thread has of a row, and the four threads that share one add up in the end. scale > 0 has a
@@ -500,6 +561,8 @@ def softmax(columns: int) -> Any:
             shift = m_new * scale if m_new != -float32(float("inf")) else float32(0)
             alpha[r] = exp2(cuda.fma(m[r], scale, -shift))
             m[r] = m_new
+            if above:
+                shift = shift - float32(above)
             total = float32(0)
             for n in range(columns // 8):
                 e = 4 * n + 2 * r
@@ -525,6 +588,24 @@ def rounded(columns: int, dtype: str) -> Any:
 
 
 @cache
+def rounded_four(columns: int) -> Any:
+    """rounded_four(S, P): P = S in e4m3, as the next product takes it.
+
+    It takes four neighbours where S has two, so the sum runs over columns in another order: of
+    each 16 of them, 8 u + 2 t + n is at 4 t + 2 u + n, for u and n of 0 and 1, t of 0 to 3.
+    """
+
+    @device
+    def round_scores(S, P):
+        for n in range(columns // 16):
+            for r in range(2):
+                e = 8 * n + 2 * r
+                P[2 * n + r] = pack_four(S[e], S[e + 1], S[e + 4], S[e + 5])
+
+    return round_scores
+
+
+@cache
 def rounded_kept(columns: int, dtype: str) -> Any:
     """rounded_kept(S, P, keep, factor): as `rounded`, of what `drop` would make of S."""
     two = pack(dtype)
@@ -542,9 +623,13 @@ def rounded_kept(columns: int, dtype: str) -> Any:
 
 
 @cache
-def weigh(columns: int, dtype: str, dropout: bool) -> Any:
-    """weigh(S, P, keep, rules): `rounded`, or `rounded_kept`, with rules[-1] as the factor."""
-    some, all_of_them = rounded_kept(columns, dtype), rounded(columns, dtype)
+def weigh(columns: int, dtype: str, dropout: bool, fp8: bool = False) -> Any:
+    """weigh(S, P, keep, rules): `rounded`, or in FP8 `rounded_four`.
+
+    With dropout `rounded_kept`, with rules[-1] as the factor.
+    """
+    some = rounded_kept(columns, dtype)
+    all_of_them = rounded_four(columns) if fp8 else rounded(columns, dtype)
 
     @device
     def round_some(S, P, keep, rules):

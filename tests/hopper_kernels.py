@@ -13,15 +13,19 @@ from unittest import mock
 
 import numpy as np
 
-from flashsim.kernels import arrays, hopper, launch, padding
+from flashsim.fp8 import signs as fp8_signs
+from flashsim.kernels import arrays, fp8, gpu, hopper, launch, padding
 from flashsim.kernels.gpu import cuda, kernel, types, uint32
 from flashsim.kernels.ptx import mbarrier, shared, tma, warp, warpgroup, wgmma
 from flashsim.kernels.warpgroup_tiles import (
     WarpgroupTile,
     columns_by_columns,
     load,
+    load_transposed,
+    rounded_four,
     rows_by_columns,
     rows_by_rows,
+    rows_by_transposed,
 )
 from kernel_process import launch_counted
 
@@ -45,6 +49,27 @@ def attention(q, k, v, tile, algorithm="hopper", **what):
     plan = launch.plan(q, k, v, algorithm=algorithm, tile=chosen, **what)
     traffic = launch_counted(plan)
     return plan.algorithm, plan.result("O"), plan.result("L"), traffic
+
+
+def in_fp8(q, k, v, stages, ping_pong, Br=64, **what):
+    """The same of the kernel in FP8, with the elements that are loaded in pairs."""
+    tile = WarpgroupTile(Br, 128, 128, stages, ping_pong, fp8=True)
+    plan = launch.plan(q, k, v, algorithm="hopper_fp8", tile=tile, **what)
+    traffic = launch_counted(plan)
+    return plan.algorithm, plan.result("O"), plan.result("L"), traffic
+
+
+def quantised(x, rotated, transposed):
+    """(e4m3 bits, scales) of x (batch, heads, N, d): of rows, or of columns as they are stored."""
+    (batch, heads, N, d), T = x.shape, -(-x.shape[2] // 128)
+    shape = (batch, heads, d, 64 * T) if transposed else (batch, heads, N, d // 2)
+    X8, scales = np.zeros(shape, np.uint16), np.zeros((batch, heads, T), np.float32)
+    signs, stored = fp8_signs(d).astype(np.float32), x.view(np.uint16)
+    function = fp8.quantised(d, x.dtype.name, rotated, transposed)
+    shared_bytes = fp8.shared_bytes(d, transposed)
+    grid, args = batch * heads * T, (stored, X8, scales, signs)
+    gpu.launch(function, grid, fp8.THREADS, shared_bytes, 0, args)
+    return X8.view(np.uint8), scales
 
 
 def slowly_looked_at(late, *args, **what):
@@ -285,6 +310,48 @@ def product_from_registers(p, b, dtype, held, *, touch=False):
     out = held.astype(np.float32)
     maps = tma.tensor_maps({"b": (b[None, None], keys)}, dtype)
     run[1, THREADS, 0, 1024 + 2 * keys * d + 8](p, *maps, out)
+    return out
+
+
+def product_of_weights(S, vt, held):
+    """held + P V for float32 S (64, 128), rounded to P, and Vᵀ (d, 256), of which 128 columns.
+
+    They are the last, in the order that P is rounded in; e4m3, whose bits come in pairs.
+    """
+    d = len(vt)
+    start, load_V = rows_by_transposed(128, d), load_transposed(d)
+    round_S, wait, count = rounded_four(128), wgmma.wgmma_wait_group(0), d // 2
+    (S_rows, S_columns), (rows, columns) = wgmma.accumulator(128), wgmma.accumulator(d)
+
+    @kernel(THREADS)
+    def run(S, V, out):
+        sm = cuda.shared.array(0, types.uint16)
+        sV = shared.shared_address(sm, _aligned(sm))
+        bar = uint32(sV + 128 * d)
+        tid = cuda.threadIdx.x
+        if tid == 0:
+            mbarrier.mbarrier_init(bar, 1)
+        cuda.syncthreads()
+        if tid == 0:
+            tma.fence_tensor_map(V)
+            load_V(sV, V, 128, 0, 0, bar)
+        mbarrier.mbarrier_wait(bar, 0)
+        mine = cuda.local.array(64, np.float32)
+        P = cuda.local.array(32, np.uint32)
+        D = cuda.local.array(count, np.float32)
+        for n in range(64):
+            mine[n] = S[S_rows[tid, n], S_columns[tid, n]]
+        for n in range(count):
+            D[n] = out[rows[tid, n], columns[tid, n]]
+        round_S(mine, P)
+        start(D, P, wgmma.descriptor(sV, 0))
+        wait()
+        for n in range(count):
+            out[rows[tid, n], columns[tid, n]] = D[n]
+
+    out = held.astype(np.float32)
+    maps = tma.tensor_maps({"v": (vt.view(np.uint16)[None, None], d)}, "float16")
+    run[1, THREADS, 0, 1024 + 128 * d + 8](S, *maps, out)
     return out
 
 

@@ -190,6 +190,13 @@ def hopper_assembled(*tile, **features):
     return assembly.hopper_report(*tile, **features)
 
 
+def fp8_assembled(*what, **features):
+    """What the assembler says of what brings Q, K and V into e4m3."""
+    from flashsim.kernels import assembly
+
+    return assembly.fp8_report(*what, **features)
+
+
 def hopper_backward_assembled(*tile, **features):
     """The same of its backward pass."""
     from flashsim.kernels import assembly

@@ -785,7 +785,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("one scale for all rows", "range(0, N, rows)]", "range(0, N, rows)]\n    scales = [max(scales, default=0)] * len(scales)"),
         ("NaN decides over a scale", "np.where(np.isfinite(x), np.abs(x), 0)", "np.abs(x)"),
     ],
-    ("fp8.py::rotation", "flash3"): [
+    ("fp8.py::signs", "flash3"): [
         ("no random signs", "choice([-1.0, 1.0], width)", "choice([1.0, 1.0], width)"),
     ],
     ("cost/counts.py::flash3", "flash3 counts"): [
@@ -982,6 +982,39 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("O is not rescaled", "rescale(O, alpha)", "pass"),
         ("inf and NaN of a tile that is not the last are multiplied", "if careful and border(i0, j0, lo, hi):", "if False:"),
     ],
+    ("kernels/hopper.py::flash_attention_3.step", "hopper_fp8"): [
+        ("O stays in the units of the tile before", "O_in_units(alpha, units, V_scale)", "pass"),
+        ("m stays in the units of the tile before", "in_units(m, units, S_scale)\n            softmax", "softmax"),
+        ("a tile has the scales of the one before", "words, told_at(sm, base, turn), next_key, scale", "words, told_at(sm, base, turn), j0, scale"),
+    ],
+    ("kernels/hopper.py::flash_attention_3.first_scores", "hopper_fp8"): [
+        ("a first tile has no units", "first_units(units, S_scale, V_scale)", "pass"),
+    ],
+    ("kernels/hopper.py::flash_attention_3.turn_over", "hopper_fp8"): [
+        ("a turn has the units of the one before", "first_units(units, S_scale, V_scale)", "pass"),
+    ],
+    ("kernels/hopper.py::flash_attention_3.settle", "hopper_fp8"): [
+        ("lse of weights that are too large", "shift = shift - float32(above)", "pass"),
+        ("O leaves in units of its last tile", "reciprocal(l[r]) * V_scale", "reciprocal(l[r])"),
+    ],
+    ("kernels/fp8.py::units", "hopper_fp8"): [
+        ("a tile has the first scale", "j = uint32(uint32(j0) // uint32(FP8_ROWS))", "j = uint32(0)"),
+        ("queries have the first scale", "uint32(uint32(r0) // uint32(FP8_ROWS))", "uint32(0)"),
+        ("a head has its own key scales", "uint32(words[told + 5])", "uint32(words[told + 1])"),
+    ],
+    ("kernels/fp8.py::quantised", "hopper_fp8"): [
+        ("a warp has its own scale", "for w in range(warps):", "for w in range(0):"),
+        ("an infinite number counts for a scale", 'if abs(y[e]) < float32(float("inf")):', "if True:"),
+        ("nothing has a scale of its own", "scale = float32(1)", "pass"),
+        ("a division that is not exact", "cuda.fma(cuda.fma(-q, scale, x), over, q)", "q"),
+        ("columns in the order of keys", "divided(sm[at + 8 * LD], scale, over)", "divided(sm[at + 2 * LD], scale, over)"),
+        ("signs are left out", "y[COLUMNS * n + e] *= sign", "pass"),
+        ("a sum has the sign of a difference", "y[e] = other - y[e] if", "y[e] = y[e] - other if"),
+        ("rows beyond the last are read", "if i < N:\n                load_eight", "if True:\n                load_eight"),
+    ],
+    ("kernels/warpgroup_tiles.py::rounded_four", "hopper_fp8"): [
+        ("weights change places", "S[e], S[e + 1], S[e + 4], S[e + 5]", "S[e], S[e + 4], S[e + 1], S[e + 5]"),
+    ],
     ("kernels/hopper.py::flash_attention_3.inner_after", "hopper"): [
         ("the tile with the last key that is seen is inner", "// Bc - 1)", "// Bc)"),
         ("the tile with the first key that is seen is inner", "if not before_band(i0, Br, j0, lo):", "if True:"),
@@ -1118,13 +1151,15 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("inf and NaN of Q are multiplied", "clear(sm, Q, tid)", "pass"),
     ],
     ("kernels/hopper_backward.py::row_statistics", "hopper_backward"): [
-        ("D is 0", "float32(0) if nothing else total", "float32(0)"),
+        ("D is 0", "float32(0) if nothing else mine", "float32(0)"),
+        ("D is another row's", "if lane == n:", "if lane == 0:"),
         ("D is a part of the row's", "total += shuffle_xor(total, uint32(apart))", "pass"),
         ("L is not in base 2", "lse * float32(log2e)", "lse"),
     ],
     ("kernels/hopper_backward.py::finish", "hopper_backward"): [
         ("dQ without the scale", "scale * float32(ln2)", "float32(1)"),
-        ("rows and columns of dQ change places", "int32(i + u % 2), int32(c + u // 2 * 8)", "int32(i + u // 2), int32(c + u % 2 * 8)"),
+        ("both threads of a sector have its first half", "+ 2 * half)", ")"),
+        ("rows of dQ change places", "two(x[4 * e + 2 + u] * by, x[4 * e + u] * by)", "two(x[4 * e + 3 - u] * by, x[4 * e + 1 - u] * by)"),
         ("panels are taken for parts of the queries", "w // panels * queries", "w % panels * queries"),
     ],
 }  # fmt: skip

@@ -127,6 +127,19 @@ def alone(x, y, dtype):
     return power, packed, other, third, above
 
 
+def four_packed(x):
+    """The bits (32,) of four columns of x (32, 4), packed."""
+
+    @kernel(32)
+    def packs(x, out):
+        n = cuda.threadIdx.x
+        out[n] = warp.pack_four(x[n, 0], x[n, 1], x[n, 2], x[n, 3])
+
+    out = np.zeros(32, np.uint32)
+    run(packs, x, out)
+    return out
+
+
 def turned_round(A):
     """A (32, 4) of float32 whose pairs of columns were loaded at once, and stored the other way."""
 

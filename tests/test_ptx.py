@@ -110,6 +110,22 @@ def test_pairs_on_chip_leave_it_in_order(simulator):
     assert np.array_equal(found, out)
 
 
+def test_four_numbers_are_rounded_to_e4m3(simulator):
+    """To the nearest, ties to even; what is beyond the largest becomes that, NaN stays NaN."""
+    x = (np.random.default_rng(5).standard_normal((32, 4)) * 2.0**5).astype(np.float32)
+    x[0], x[1] = (1 + 2.0**-4, 1 + 3 * 2.0**-4, 448, 449), (1e9, -np.inf, 2.0**-10, 3 * 2.0**-10)
+    x[2, 0] = np.nan
+    found = simulator("four_packed", x).view(np.uint8).reshape(32, 4).view(ml_dtypes.float8_e4m3fn)
+    found = found.astype(np.float32)
+    np.testing.assert_array_equal(found[0], [1, 1.25, 448, 448])
+    np.testing.assert_array_equal(found[1], [448, -448, 0, 2.0**-8])
+    assert np.isnan(found[2, 0])
+    grid = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    grid = grid[np.isfinite(grid)]
+    nearest = np.abs(grid[:, None, None] - x[3:]).min(axis=0)
+    np.testing.assert_array_equal(np.abs(found[3:] - x[3:]), nearest)
+
+
 def test_two_floats_are_loaded_and_stored_at_once(simulator):
     A = np.arange(128, dtype=np.float32).reshape(32, 4)
     assert np.array_equal(simulator("turned_round", A), A[:, ::-1])

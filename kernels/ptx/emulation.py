@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from ...fp8 import E4M3
 from ..gpu import SIMULATED
 
 __all__ = ["GARBAGE", "block", "element_bits", "elements", "thread", "together"]
 
-GARBAGE = 0xFFFF  # NaN, in float16 and in bfloat16
+GARBAGE = 0xFFFF  # NaN, in float16 and in bfloat16, and twice in e4m3
 
 
 def thread() -> Any:
@@ -116,8 +117,10 @@ def together(
 
 
 def elements(words: Any, dtype: str) -> Any:
-    """The 16-bit floats in an array of 32-bit words, low half first, as float32."""
+    """The floats of 16 or 8 bits in an array of 32-bit words, lowest first, as float32."""
     bits = np.ascontiguousarray(words, np.uint32).view(np.uint16)
+    if dtype == "e4m3":
+        return bits.view(E4M3).astype(np.float32)
     if dtype == "float16":
         return bits.view(np.float16).astype(np.float32)
     return (bits.astype(np.uint32) << 16).view(np.float32)

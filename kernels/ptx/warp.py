@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...fp8 import E4M3, LARGEST
 from .. import gpu
 from .base import Global, Reads, Result, Shared, Updates, Writes, f32, instruction, u32
 from .emulation import GARBAGE, element_bits, elements, thread, together
@@ -20,9 +21,9 @@ from .emulation import GARBAGE, element_bits, elements, thread, together
 __all__ = [
     "add_nothing", "ballot", "clear_eight", "copy_out", "cp_async", "cp_async_commit",
     "cp_async_wait", "cp_async_word", "exp2", "fetch_two", "ldmatrix", "ldmatrix_trans",
-    "load_eight", "load_two", "load_words", "mma", "opaque", "pack", "reciprocal", "red_add",
-    "shuffle_bits", "shuffle_xor", "shuffle_xor_bits", "stmatrix", "store_eight", "store_pair",
-    "store_two",
+    "load_eight", "load_two", "load_words", "mma", "opaque", "pack", "pack_four", "reciprocal",
+    "red_add", "shuffle_bits", "shuffle_xor", "shuffle_xor_bits", "stmatrix", "store_eight",
+    "store_pair", "store_two",
 ]  # fmt: skip
 
 G, T = np.divmod(np.arange(32), 4)
@@ -191,6 +192,17 @@ def pack(dtype: str) -> Any:
     emulated.__name__ = f"pack_{kind}"
     text = f"cvt.rn.{kind}.f32 {{y}}, {{high}}, {{low}};"
     return instruction(text, y=Result(u32), high=f32, low=f32, pure=True)(emulated)
+
+
+@instruction(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {second}, {first}; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, {fourth}, {third}; mov.b32 {y}, {low, high}; }",
+    y=Result(u32), first=f32, second=f32, third=f32, fourth=f32, pure=True,
+)  # fmt: skip
+def pack_four(first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    """Four float32, rounded to the nearest e4m3, as one register; what is too large becomes 448."""
+    four = np.clip(np.array([first, second, third, fourth], np.float32), -LARGEST, LARGEST)
+    return four.astype(E4M3).view(np.uint32)[0]
 
 
 def _exchange(x: Any, lanes: Any) -> Any:

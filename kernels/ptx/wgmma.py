@@ -8,7 +8,7 @@ ISA manual: "Asynchronous Warpgroup Level Matrix Instructions".
 
 A tile in shared memory is made of panels: 64 columns of 16-bit elements, so a row is 128 bytes,
 which are swizzled as `tma` leaves them; the rows of a panel follow each other, and it begins at a
-multiple of 1024 bytes.
+multiple of 1024 bytes. Two 8-bit elements, e4m3, lie where one of 16 bits would.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from .shared import START, memory, swizzled
 
 __all__ = [
     "PANEL", "ROW_BYTES", "accumulator", "descriptor", "pin",
-    "wgmma_columns", "wgmma_commit_group", "wgmma_fence", "wgmma_registers", "wgmma_shared",
-    "wgmma_wait_group",
+    "wgmma_columns", "wgmma_commit_group", "wgmma_fence", "wgmma_registers",
+    "wgmma_registers_rows", "wgmma_shared", "wgmma_wait_group",
 ]  # fmt: skip
 
 PANEL, ROW_BYTES = 64, 128  # columns of a panel, and bytes from row to row of it
+SUMMED = {"float16": 16, "bfloat16": 16, "e4m3": 32}  # columns of A and B in a product: 32 bytes
 EIGHT_ROWS = 8 * ROW_BYTES  # bytes: the pattern of swizzling repeats
 SWIZZLE_128_BYTES = 1
 
@@ -38,6 +39,8 @@ _WARP, _LANE = np.divmod(np.arange(128), 32)
 _G, _T = np.divmod(_LANE, 4)
 A_ROWS = (16 * _WARP + _G)[:, None, None] + np.array([0, 8, 0, 8])[:, None] + np.zeros(2, int)
 A_COLUMNS = (2 * _T)[:, None, None] + np.array([0, 0, 8, 8])[:, None] + np.arange(2)
+A8_ROWS = (16 * _WARP + _G)[:, None, None] + np.array([0, 8, 0, 8])[:, None] + np.zeros(4, int)
+A8_COLUMNS = (4 * _T)[:, None, None] + np.array([0, 0, 16, 16])[:, None] + np.arange(4)
 
 
 def accumulator(n: int) -> tuple[Any, Any]:
@@ -124,9 +127,10 @@ def _multiply(given: list[Any]) -> list[Any]:
         if in_shared:
             left = _wide(Described(A).read(64, transposed[0]), at_once[1], dtype)
         else:
-            left = np.empty((64, 16), np.float32)
+            at = (A8_ROWS, A8_COLUMNS) if dtype == "e4m3" else (A_ROWS, A_COLUMNS)
+            left = np.empty((64, SUMMED[dtype]), np.float32)
             words = np.stack([array[first : first + 4] for array, first in (p[1] for p in same)])
-            left[A_ROWS, A_COLUMNS] = elements(words, dtype).reshape(A_ROWS.shape)
+            left[at] = elements(words, dtype).reshape(at[0].shape)
         rows, columns = accumulator(n)
         total = np.zeros((64, n), np.float32)
         if scale_d:
@@ -139,14 +143,14 @@ def _multiply(given: list[Any]) -> list[Any]:
 
 def _wide(bits: Any, at_once: Any, dtype: str) -> Any:
     bits[bits != at_once] = GARBAGE
-    return elements(bits.view(np.uint32), dtype).reshape(bits.shape)
+    return elements(bits.view(np.uint32), dtype).reshape(len(bits), -1)
 
 
 def _text(n: int, dtype: str, A: str, flags: str) -> str:
-    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    kind = {"float16": "f16", "bfloat16": "bf16"}.get(dtype, dtype)
     return (
         "{ .reg .pred add; setp.ne.b32 add, {scale_d}, 0; wgmma.mma_async.sync.aligned."
-        f"m64n{n}k16.f32.{kind}.{kind} {{D}}, {A}, {{b}}, add, {flags}; }}"
+        f"m64n{n}k{SUMMED[dtype]}.f32.{kind}.{kind} {{D}}, {A}, {{b}}, add, {flags}; }}"
     )
 
 
@@ -155,16 +159,17 @@ def wgmma_shared(n: int, dtype: str) -> Any:
     """wgmma_shared(D, 0, a, b, add): start D = A Bᵀ, or D += A Bᵀ if add is 1; "wgmma.mma_async".
 
     A (64, 16) and B (n, 16) of `dtype` are in shared memory, a and b their descriptors; of a wider
-    tile, 16 columns further is 32 bytes further. D (64, n) is the whole of a local array of
-    float32, see `accumulator`.
+    tile, 16 columns further is 32 bytes further. Of "e4m3" there are 32 in as many bytes. D (64, n)
+    is the whole of a local array of float32, see `accumulator`.
     """
+    flags = "1, 1" if dtype == "e4m3" else "1, 1, 0, 0"  # 8-bit matrices cannot be transposed
 
     def emulated(D: Any, d: Any, a: Any, b: Any, scale_d: Any) -> None:
         _start(D, int(a), b, int(scale_d), dtype, (False, False))
 
     emulated.__name__ = f"wgmma_shared_{n}_{dtype}"
     return instruction(
-        _text(n, dtype, "{a}", "1, 1, 0, 0"), D=Updates(f32, n // 2), a=u64, b=u64, scale_d=u32
+        _text(n, dtype, "{a}", flags), D=Updates(f32, n // 2), a=u64, b=u64, scale_d=u32
     )(emulated)
 
 
@@ -187,6 +192,23 @@ def wgmma_registers(n: int, dtype: str) -> Any:
         _text(n, dtype, "{A}", "1, 1, 1"),
         D=Updates(f32, n // 2), A=Reads(u32, 4), b=u64, scale_d=u32,
     )(emulated)  # fmt: skip
+
+
+@cache
+def wgmma_registers_rows(n: int) -> Any:
+    """wgmma_registers_rows(D, 0, A, first, b, add): D += A Bᵀ of e4m3, A in registers.
+
+    B (n, 32) is as in `wgmma_shared`. A (64, 32) is A[first : first + 4], four elements each: row
+    16 w + g, columns 4 t to 4 t + 3; row 16 w + g + 8; then the same of columns 16 further.
+    """
+
+    def emulated(D: Any, d: Any, A: Any, first: Any, b: Any, scale_d: Any) -> None:
+        _start(D, (A, int(first)), b, int(scale_d), "e4m3", (False, False))
+
+    emulated.__name__ = f"wgmma_registers_rows_{n}"
+    return instruction(
+        _text(n, "e4m3", "{A}", "1, 1"), D=Updates(f32, n // 2), A=Reads(u32, 4), b=u64, scale_d=u32
+    )(emulated)
 
 
 @cache

@@ -35,6 +35,9 @@ def main():
     q, k = (rng.standard_normal((1, 1, n, 128)).astype(np.float16) for n in (600, 130))
     out = kernels.attention(q, k, k, algorithm="hopper")
     kernels.attention_backward(q, k, k, out.output, out.lse, q, algorithm="hopper")
+    for what in ({}, {"is_causal": True}):
+        q, k = (rng.standard_normal((1, 2, n, 128)).astype(np.float16) for n in (300, 700))
+        kernels.attention(q, k, k, algorithm="hopper_fp8", **what)
     print("launched")
 
 

@@ -4,6 +4,7 @@ Compiling takes nearly all the time, so what one kernel is tried on is in one te
 each other then do not compile the same.
 """
 
+from itertools import product
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -281,3 +282,51 @@ def test_gradients_take_nothing_from_behind_a_mask():
     dQ, *_ = run()
     assert dQ[:, :, 330:].isnan().all()
     assert (dQ[:, :, :330] - clean[0][:, :, :330]).abs().max() <= 2e-3 * clean[0].abs().max()
+
+
+def sizes_of_sums(q, k):
+    """The largest of sum |q| |k| over the keys, for each query, scaled as scores are."""
+    q, k = (np.abs(x.astype(np.float32)) for x in (q, np.repeat(k, q.shape[1] // k.shape[1], 1)))
+    return (q @ k.swapaxes(-1, -2)).max(axis=-1) * q.shape[-1] ** -0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rules", BANDS, ids=["all", "band"])
+def test_fp8_is_within_the_bound_of_its_rounded_inputs(dtype, rules):
+    """The tensor cores keep about 14 bits of a sum of e4m3 (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
+
+    So does a score, and with it the logsumexp.
+    """
+    for (Nq, Nk), band in product(((300, 700), (77, 1500), (1, 1), (900, 129)), rules):
+        q, k, v = made(2, 4, 2, Nq, Nk, 128, dtype)
+        k[..., 128:256, :] *= 4
+        v[..., :128, :] *= DTYPES[dtype](50)
+        for incoherent in (False, True):
+            what = {"enable_gqa": True, "incoherent": incoherent} | band
+            out = kernels.attention(q, k, v, algorithm="hopper_fp8", **what)
+            wanted = exact(q, k, v, fp8=128, **what)
+            assert out.algorithm == "hopper_fp8"
+            assert wanted.output_ratio(out.output) <= 1
+            sees = np.isfinite(wanted.lse)
+            assert (out.lse[~sees] == wanted.lse[~sees]).all()
+            off = np.abs(np.where(sees, out.lse, 0) - np.where(sees, wanted.lse, 0))
+            other = 0.05 if incoherent else 0  # a number beside a tie, rounded the other way
+            assert (off <= 2.0**-12 * sizes_of_sums(q, k) + other).all()
+
+
+def test_fp8_gives_the_same_bits_every_time_and_rotation_helps_with_outliers():
+    q, k, v = made(1, 8, 8, 1500, 1500, 128, "float16")
+    rng = np.random.default_rng(3)
+    for x in q, k, v:
+        x[rng.random(x.shape) < 0.001] *= 10
+    far, right_output = {}, exact(q, k, v).output
+    for incoherent in (False, True):
+        plan = kernels.plan(q, k, v, algorithm="hopper_fp8", incoherent=incoherent)
+        found = set()
+        for _ in range(20):
+            plan.launch()
+            found.add(plan.result("O").tobytes())
+        assert len(found) == 1
+        difference = plan.result("O").astype(float) - right_output
+        far[incoherent] = np.sqrt(np.mean(difference**2))
+    assert far[True] < 0.8 * far[False]
