@@ -21,15 +21,6 @@ F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 NAN = 0xFFFF
 
 
-@pytest.fixture(scope="module")
-def hopper():
-    process = KernelProcess(simulated=True)
-    yield lambda name, *args, **kwargs: process.call(
-        "elsewhere", "hopper_kernels", name, *args, **kwargs
-    )
-    process.close()
-
-
 def swizzled(tile, address):
     """The elements of a tile with rows of 64, in the order in which they lie from an address on."""
     place = address + 128 * np.arange(len(tile))[:, None] + 2 * np.arange(64)
@@ -498,14 +489,6 @@ def test_the_tuning_says_what_is_missing(hopper):
     assert hopper("tuning_refused").startswith("tune: expected a GPU, and NUMBA_ENABLE_CUDASIM")
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    pytest.importorskip("cuda.core", reason="the assembler comes with numba-cuda[cu13]")
-    process = KernelProcess(simulated=False)
-    yield process
-    process.close()
-
-
 def test_a_kernel_on_disk_is_found_by_other_processes(compiler):
     """What names it is the same there: no address is in it."""
     found = compiler.call("cache_keys")
@@ -531,6 +514,8 @@ def test_a_kernel_on_disk_is_found_by_other_processes(compiler):
         ((128, 96, 128, True), {"dtype": "bfloat16", "band": True, "dropout": True}),
         ((128, 80, 128, True), {"dtype": "bfloat16", "band": True, "keys": True, "dropout": True}),
         ((64, 128, 128), {"dtype": "float16", "output": "float32", "keys": True}),
+        ((128, 96, 192, True), {"dtype": "float16", "band": True, "dropout": True}),
+        ((128, 64, 256, True), {"dtype": "float16", "band": True, "keys": True}),
     ],
     ids=str,
 )

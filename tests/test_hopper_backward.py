@@ -23,14 +23,6 @@ def simulator():
     process.close()
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    pytest.importorskip("cuda.core", reason="the assembler comes with numba-cuda[cu13]")
-    process = KernelProcess(simulated=False)
-    yield process
-    process.close()
-
-
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("keys, n, first", [(16, 8, 0), (48, 32, 32), (64, 64, 64), (128, 80, 0)])
 def test_wgmma_sums_over_the_rows_of_two_tiles(simulator, dtype, keys, n, first):

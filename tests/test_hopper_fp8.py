@@ -9,22 +9,12 @@ import pytest
 
 from flashsim import fp8
 from flashsim.reference import exact
-from kernel_process import KernelProcess
 from test_hopper import BF16, F16, drawn
 from test_kernels import expected
 
 pytest.importorskip("numba.cuda", reason="the kernels need numba and numba-cuda")
 
 E4M3 = ml_dtypes.float8_e4m3fn
-
-
-@pytest.fixture(scope="module")
-def hopper():
-    process = KernelProcess(simulated=True)
-    yield lambda name, *args, **kwargs: process.call(
-        "elsewhere", "hopper_kernels", name, *args, **kwargs
-    )
-    process.close()
 
 
 def eighths(rng, shape):
@@ -204,14 +194,6 @@ def test_other_tiles_and_a_rotation_of_what_is_not_in_fp8_are_refused(hopper):
         hopper("ran", *x, algorithm="hopper", incoherent=np.False_)
     with pytest.raises(TypeError, match="incoherent"):
         hopper("ran", *x, algorithm="hopper_fp8", incoherent="no")
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    pytest.importorskip("cuda.core", reason="the assembler comes with numba-cuda[cu13]")
-    process = KernelProcess(simulated=False)
-    yield process
-    process.close()
 
 
 @pytest.mark.parametrize("band", [False, True])

@@ -6,8 +6,6 @@ nothing: it may not assemble, or keep its tiles in slow memory. Source: faults E
 
 import pytest
 
-from kernel_process import KernelProcess
-
 pytest.importorskip("numba.cuda", reason="the kernels need numba and numba-cuda")
 pytest.importorskip("cuda.core", reason="the assembler comes with numba-cuda[cu13]")
 
@@ -16,13 +14,6 @@ NAMES = (
     "dKdV", "dQ", "flash1_backward", "load_only flash2", "load_only flash1", "ampere",
     "ampere_backward", "keys", "zeros", "round", "statistics", "finish",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    process = KernelProcess(simulated=False)
-    yield process
-    process.close()
 
 
 SPILLS = {
